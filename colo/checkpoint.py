@@ -1,0 +1,283 @@
+"""Checkpoints: written aside, hashed, renamed; verified whole before anything is loaded from one.
+
+run_dir/checkpoints/step-N/    after N steps; loads in transformers and in vLLM
+    model*.safetensors, config.json, tokenizer files ...    the Hugging Face layout
+    optimizer*.safetensors                                  full tensors: any number of ranks can load them
+    trainer.json      step, the policy's counters, running means, each rank's random states
+    manifest.json     bytes and sha256 of every other file
+"""
+
+import hashlib
+import json
+import logging
+import os
+import re
+import shutil
+from collections import deque
+from collections.abc import Iterator
+from itertools import chain
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from colo.config import Config
+from colo.ranks import Ranks
+from colo.rng import restore_rng, rng_state
+from colo.types import NamedTensors
+
+logger = logging.getLogger(__name__)
+MANIFEST, TRAINER = "manifest.json", "trainer.json"
+MAX_FILE_BYTES = 4 << 30
+COPIED_SUFFIXES = (".json", ".txt", ".model", ".jinja", ".tiktoken", ".py")
+"""Of the model folder's files: what describes the model and its tokenizer."""
+NOT_COPIED = re.compile(r"manifest\.json|trainer\.json|.*\.index\.json")
+STEP = re.compile(r"step-(\d+)")
+LEFTOVERS = ".step-*"
+
+
+class Trained(Protocol):
+    """What a checkpoint saves and restores; `colo.policy.model.Policy` is one."""
+
+    def weights(self) -> NamedTensors:
+        """(checkpoint name, full tensor). Collective: every rank takes all of them."""
+        ...
+
+    def optimizer_tensors(self) -> NamedTensors:
+        """(name, full tensor). Collective, as for weights."""
+        ...
+
+    def load(self, folder: Path) -> None:
+        """Fill the weights from model*.safetensors."""
+        ...
+
+    def load_optimizer(self, folder: Path) -> None:
+        """Fill the optimizer from optimizer*.safetensors."""
+        ...
+
+    def state(self) -> dict[str, Any]:
+        """Counters, as JSON holds them; the same on every rank."""
+        ...
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Take them back."""
+        ...
+
+
+def save_checkpoint(
+    config: Config,
+    step: int,
+    policy: Trained,
+    extra: dict[str, Any],
+    ranks: Ranks,
+    model_folder: Path,
+    *,
+    max_file_bytes: int = MAX_FILE_BYTES,
+) -> Path:
+    """Save what a run needs to go on after `step` steps, then delete all but the last keep_checkpoints. Collective.
+
+    Killed at any moment, it leaves the checkpoints before it whole. Checkpoints of later steps, which a run
+    left that was resumed from an earlier one, are deleted too: they are not of this run.
+
+    Args:
+        extra: What JSON holds (running means); rank 0's is saved.
+        model_folder: Where config.json, the tokenizer's files and the like are copied from.
+        max_file_bytes: Rank 0 holds one file's tensors in memory at a time; a larger tensor goes alone.
+
+    Returns:
+        The checkpoint's folder.
+
+    Raises:
+        OSError, SafetensorError: rank 0 could not write; what it wrote is removed. Other ranks raise RuntimeError.
+    """
+    final = Path(config.run_dir) / "checkpoints" / f"step-{step}"
+    rng = ranks.gather(rng_state(ranks.device), "saving")
+    trainer = {"step": step, "policy": policy.state(), "extra": extra, "rng": rng}
+    tensors = {"model": iter(policy.weights()), "optimizer": iter(policy.optimizer_tensors())}
+
+    def write() -> None:
+        # Taking a tensor is a collective, so a rank that does not write, or no longer can, takes them all the same.
+        if not ranks.is_main:
+            deque(chain(*tensors.values()), maxlen=0)
+            return
+        partial = final.with_name(f".{final.name}.partial-{os.getpid()}")
+        try:
+            remove_leftovers(Path(config.run_dir))
+            _write_partial(partial, tensors, trainer, model_folder, max_file_bytes)
+            _publish(partial, final)
+        except Exception:
+            deque(chain(*tensors.values()), maxlen=0)
+            shutil.rmtree(partial, ignore_errors=True)
+            raise
+        _prune(final, config.keep_checkpoints)
+
+    ranks.agreed(write, f"saving step {step}")
+    return final
+
+
+def load_checkpoint(folder: Path, policy: Trained, ranks: Ranks) -> tuple[int, dict[str, Any]]:
+    """Take a run up where `save_checkpoint` left it; `find_checkpoint` has verified the folder. Collective.
+
+    Returns:
+        The number of steps done, and the saved `extra`.
+    """
+    trainer = json.loads((folder / TRAINER).read_text())
+    policy.load(folder)
+    policy.load_optimizer(folder)
+    policy.load_state(trainer["policy"])
+    if len(trainer["rng"]) != ranks.world_size and ranks.is_main:
+        logger.warning("%s was saved by %d ranks, this run has %d", folder, len(trainer["rng"]), ranks.world_size)
+    if ranks.rank < len(trainer["rng"]):
+        restore_rng(trainer["rng"][ranks.rank], ranks.device)
+    return trainer["step"], trainer["extra"]
+
+
+def find_checkpoint(run_dir: Path, resume: str) -> Path | None:
+    """The checkpoint to resume from, every file verified; call it on rank 0, by `ranks.from_main`.
+
+    Args:
+        resume: As the option: auto (newest in run_dir, if any), never, or a checkpoint's folder.
+
+    Raises:
+        ValueError: `never`, and run_dir holds a run; or the checkpoint is damaged: names the folder and the file,
+            and offers the newest whole one before it.
+    """
+    folders = list_checkpoints(run_dir)
+    if resume == "never":
+        if folders or (run_dir / "metrics.jsonl").exists():
+            raise ValueError(f"run_dir must be a folder without a run where resume=never, got {str(run_dir)!r}")
+        return None
+    if resume == "auto" and not folders:
+        return None
+    folder = folders[-1] if resume == "auto" else Path(resume)
+    damage = find_damage(folder)
+    if damage is None:
+        return folder
+    earlier = [other for other in list_checkpoints(folder.parent.parent) if _step(other) < _step(folder)]
+    whole = next((other for other in reversed(earlier) if find_damage(other) is None), None)
+    offer = f"the one before it is whole: resume={whole}" if whole else "there is no whole one before it"
+    raise ValueError(f"resume must be a checkpoint that matches its manifest, got {str(folder)!r}: {damage}; {offer}")
+
+
+def find_damage(folder: Path) -> str | None:
+    """What is wrong with a checkpoint, naming the file; None where every file has its size and sha256."""
+    if not (folder / MANIFEST).is_file():
+        return f"{MANIFEST} is missing"
+    try:
+        files: dict[str, dict[str, Any]] = json.loads((folder / MANIFEST).read_text())["files"]
+    except (ValueError, KeyError) as error:
+        return f"{MANIFEST} is damaged ({error})"
+    for name, expected in files.items():
+        path = folder / name
+        if not path.is_file():
+            return f"{name} is missing"
+        if path.stat().st_size != expected["bytes"]:
+            return f"{name} has {path.stat().st_size} bytes, not {expected['bytes']}"
+        if _sha256(path) != expected["sha256"]:
+            return f"{name} has another sha256"
+    return None
+
+
+def list_checkpoints(run_dir: Path) -> list[Path]:
+    """Complete checkpoints, oldest first."""
+    return sorted((path for path in (run_dir / "checkpoints").glob("step-*") if STEP.fullmatch(path.name)), key=_step)
+
+
+def remove_leftovers(run_dir: Path) -> None:
+    """Delete what killed saves left, or put back what one had moved aside; only the run that writes to run_dir may."""
+    for folder in (run_dir / "checkpoints").glob(LEFTOVERS):
+        final = folder.with_name(folder.name.removeprefix(".").partition(".")[0])
+        if ".replaced-" in folder.name and not final.exists():
+            folder.rename(final)
+        else:
+            shutil.rmtree(folder)
+
+
+def _write_partial(
+    partial: Path,
+    tensors: dict[str, Iterator[tuple[str, Tensor]]],
+    trainer: dict[str, Any],
+    model_folder: Path,
+    max_file_bytes: int,
+) -> None:
+    partial.mkdir(parents=True)
+    for path in sorted(model_folder.iterdir()):
+        if path.is_file() and path.suffix in COPIED_SUFFIXES and not NOT_COPIED.fullmatch(path.name):
+            shutil.copyfile(path, partial / path.name)
+    for stem, items in tensors.items():
+        _write_tensors(items, partial, stem, max_file_bytes)
+    (partial / TRAINER).write_text(json.dumps(trainer))
+    files = {path.name: {"bytes": path.stat().st_size, "sha256": _sha256(path)} for path in sorted(partial.iterdir())}
+    (partial / MANIFEST).write_text(json.dumps({"files": files}, indent=1))
+    for path in (*partial.iterdir(), partial):
+        _sync(path)
+
+
+def _write_tensors(items: Iterator[tuple[str, Tensor]], folder: Path, stem: str, max_file_bytes: int) -> None:
+    """One file, or several and their index, as save_pretrained names them; no file where there is no tensor."""
+    held: dict[str, Tensor] = {}
+    held_bytes = total_bytes = 0
+    parts: list[list[str]] = []
+
+    def write_held() -> None:
+        parts.append(list(held))
+        save_file(held, folder / f"{stem}-{len(parts)}.part", metadata={"format": "pt"})
+        held.clear()
+
+    for name, tensor in items:
+        if held and held_bytes + tensor.nbytes > max_file_bytes:
+            write_held()
+            held_bytes = 0
+        # A copy: safetensors refuses two names over one storage, which views of packed experts are.
+        held[name] = torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor.detach())
+        held_bytes += tensor.nbytes
+        total_bytes += tensor.nbytes
+    if held:
+        write_held()
+    index: dict[str, str] = {}
+    for number, names in enumerate(parts, start=1):
+        final = f"{stem}.safetensors" if len(parts) == 1 else f"{stem}-{number:05d}-of-{len(parts):05d}.safetensors"
+        (folder / f"{stem}-{number}.part").rename(folder / final)
+        index |= dict.fromkeys(names, final)
+    if len(parts) > 1:
+        content = {"metadata": {"total_size": total_bytes}, "weight_map": index}
+        (folder / f"{stem}.safetensors.index.json").write_text(json.dumps(content, indent=1))
+
+
+def _publish(partial: Path, final: Path) -> None:
+    aside = final.with_name(f".{final.name}.replaced-{os.getpid()}")
+    if final.exists():  # a run resumed from an earlier step comes by here again
+        final.rename(aside)
+    partial.rename(final)
+    _sync(final.parent)
+    if aside.exists():
+        shutil.rmtree(aside)
+
+
+def _prune(final: Path, keep: int) -> None:
+    folders = list_checkpoints(final.parent.parent)
+    kept = [folder for folder in folders if _step(folder) <= _step(final)][-keep:]
+    for folder in folders:
+        if folder not in kept:
+            # Out of the list in one move: a kill halfway leaves a leftover, not a damaged checkpoint.
+            shutil.rmtree(folder.rename(folder.with_name(f".{folder.name}.deleted-{os.getpid()}")))
+
+
+def _step(folder: Path) -> int:
+    match = STEP.fullmatch(folder.name)
+    return int(match.group(1)) if match else 0
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

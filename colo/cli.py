@@ -1,0 +1,50 @@
+"""The console script `colo`: `colo COMMAND --config-name RECIPE [overrides]`."""
+
+import sys
+from collections.abc import Callable
+
+from colo.commands.launch import eval_command, train_command
+from colo.commands.show import show_command
+from colo.recipe import recipe_names
+
+COMMANDS: dict[str, tuple[Callable[[list[str]], None], str]] = {
+    "train": (train_command, "train a policy: checks the recipe, then becomes torchrun"),
+    "eval": (eval_command, "score a model or a checkpoint on held-out prompts, the same way"),
+    "show": (show_command, "print every option of a recipe with its value"),
+}
+USAGE = """\
+usage: colo COMMAND --config-name RECIPE [option=value ...]
+
+commands:
+{commands}
+
+launching (train, eval):
+  --ranks N           processes on this host (default: its GPUs; 2 where there is none)
+  --nnodes, --node-rank, --rdzv-endpoint, --rdzv-id, --rdzv-backend, --master-addr, --master-port
+                      passed to torchrun; without --nnodes the run stays on this host
+
+recipes: {recipes}
+options: colo/config.py documents each; colo show prints them
+"""
+
+
+def main() -> int:
+    """Run one command; a refused recipe is one message on stderr and exit status 2."""
+    arguments = sys.argv[1:]
+    if not arguments or any(argument in ("-h", "--help") for argument in arguments):
+        commands = "\n".join(f"  {name:<8}{text}" for name, (_, text) in COMMANDS.items())
+        sys.stdout.write(USAGE.format(commands=commands, recipes=", ".join(recipe_names())))
+        return 0
+    name, *rest = arguments
+    try:
+        if name not in COMMANDS:
+            raise ValueError(f"the command must be one of {', '.join(COMMANDS)}, got {name!r}")
+        COMMANDS[name][0](rest)
+    except ValueError as error:
+        sys.stderr.write(f"colo: {error}\n")
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,330 @@
+"""Every knob: its default, unit and limits. A recipe sets some of them, the command line overrides.
+
+Checks that need one field alone are here, in `__post_init__`; checks that need several, or the world
+size, are in `check_config`. Each raises a ValueError whose first line names the option, the limit and
+the value. Nothing assigns to a config after `colo.recipe.load_config` has built it.
+"""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from omegaconf import MISSING
+
+ALGORITHMS = ("grpo", "dr_grpo", "rloo")
+SLEEP_DEPTHS = ("none", "1", "2")
+DTYPES = ("float32", "bfloat16")
+TINY = "tiny:"
+TINY_FAMILIES = ("qwen3", "qwen2", "llama", "gemma3", "qwen3_moe")
+OWNED_BY_COLO = (
+    "model",
+    "tensor_parallel_size",
+    "data_parallel_size",
+    "pipeline_parallel_size",
+    "distributed_executor_backend",
+    "enable_sleep_mode",
+    "logprobs_mode",
+    "seed",
+    "speculative_config",
+    "tokenizer",
+)
+"""vLLM options that colo sets itself; in `engine.vllm` they are refused."""
+
+
+def _check(option: str, holds: bool, limit: str, value: Any) -> None:
+    if not holds:
+        raise ValueError(f"{option} must be {limit}, got {value!r}")
+
+
+def _at_least(section: str, config: Any, **limits: float) -> None:
+    for name, low in limits.items():
+        value = getattr(config, name)
+        _check(f"{section}{name}", value >= low, f"at least {low}", value)
+
+
+def _one_of(option: str, value: str, choices: tuple[str, ...]) -> None:
+    _check(option, value in choices, f"one of {', '.join(choices)}", value)
+
+
+@dataclass(kw_only=True)
+class RolloutConfig:
+    """What is sampled in a step, and how."""
+
+    num_prompts: int = 8
+    """Prompts per step, over all replicas; divides by their number and by update.num_minibatches."""
+    group_size: int = 8
+    """Completions per prompt; at least 2, since the group is its own baseline."""
+    max_new_tokens: int = 64
+    """Length limit of a completion, in tokens."""
+    temperature: float = 1.0
+    """Above 0; the policy divides its logits by the same number (docs/architecture.md, "One distribution")."""
+    top_p: float = 1.0
+    """In (0, 1]; below 1 the engine reports logprobs over the full vocabulary, at temperature 1."""
+    top_k: int = 0
+    """0 keeps all tokens; above 0 as for top_p."""
+    max_prompt_tokens: int = 512
+    """Longest prompt taken, in tokens after the chat template."""
+    long_prompts: str = "refuse"
+    """A longer prompt stops the run ("refuse", naming its line) or is left out and counted ("drop")."""
+    stop: list[str] = field(default_factory=list)
+    """Strings that end a completion, beside the model's own end tokens; detokenizes while sampling."""
+    save: int = 0
+    """Write rollouts/step-N.jsonl every this many steps; 0 never."""
+
+    def __post_init__(self) -> None:
+        _at_least("rollout.", self, num_prompts=1, group_size=2, max_new_tokens=1, top_k=0, max_prompt_tokens=1, save=0)
+        _check("rollout.temperature", self.temperature > 0, "above 0", self.temperature)
+        _check("rollout.top_p", 0 < self.top_p <= 1, "in (0, 1]", self.top_p)
+        _check("rollout.stop", all(self.stop), "strings that are not empty", self.stop)
+        _one_of("rollout.long_prompts", self.long_prompts, ("refuse", "drop"))
+
+
+@dataclass(kw_only=True)
+class EngineConfig:
+    """The vLLM engine in each process."""
+
+    tensor_parallel_size: int = 1
+    """Consecutive ranks that share one engine; divides the world size."""
+    sleep: str = "2"
+    """How deep the engine sleeps while the policy updates: none, 1 (weights to host), 2 (weights dropped)."""
+    vllm: dict[str, Any] = field(default_factory=dict)
+    """Passed to vllm.LLM under vLLM's own names (gpu_memory_utilization, max_model_len, enforce_eager, ...)."""
+
+    def __post_init__(self) -> None:
+        _at_least("engine.", self, tensor_parallel_size=1)
+        if self.sleep in ("kv", "auto"):
+            raise ValueError(f"engine.sleep must be one of {', '.join(SLEEP_DEPTHS)}, got {self.sleep!r}: not built yet")
+        _one_of("engine.sleep", self.sleep, SLEEP_DEPTHS)
+        for name in self.vllm:
+            if name in OWNED_BY_COLO:
+                raise ValueError(f"engine.vllm.{name} must be left out (colo sets it), got {self.vllm[name]!r}")
+
+
+@dataclass(kw_only=True)
+class PolicyConfig:
+    """The trained model on this rank's shard."""
+
+    dtype: str = "float32"
+    """Of the master weights and the optimizer's moments."""
+    compute_dtype: str = "bfloat16"
+    """Of the forward and backward, and of the engine's weights."""
+    gradient_checkpointing: bool = False
+    """Recompute each layer's activations in the backward pass: less memory, a third more time."""
+    logprob_chunk_tokens: int = 1024
+    """Tokens whose logits exist at a time; [tokens, vocabulary] in float32 never exists whole."""
+
+    def __post_init__(self) -> None:
+        _one_of("policy.dtype", self.dtype, DTYPES)
+        _one_of("policy.compute_dtype", self.compute_dtype, DTYPES)
+        _at_least("policy.", self, logprob_chunk_tokens=1)
+
+
+@dataclass(kw_only=True)
+class BatchConfig:
+    """How a step's completions are cut into micro-batches; the gradient does not depend on it."""
+
+    max_tokens: int = 8192
+    """Tokens of one micro-batch, padding counted; a longer sequence goes alone."""
+
+    def __post_init__(self) -> None:
+        _at_least("batch.", self, max_tokens=1)
+
+
+@dataclass(kw_only=True)
+class UpdateConfig:
+    """AdamW, once or several times per rollout."""
+
+    lr: float = 1e-6
+    """Peak learning rate."""
+    schedule: str = "constant"
+    """After the warm-up, over the run's optimizer steps: constant, linear or cosine."""
+    warmup_steps: int = 0
+    """Optimizer steps in which the learning rate rises linearly to its peak."""
+    min_lr_ratio: float = 0.0
+    """Where a decay ends, as a share of the peak; in [0, 1]."""
+    weight_decay: float = 0.0
+    beta1: float = 0.9
+    beta2: float = 0.95
+    eps: float = 1e-8
+    max_grad_norm: float = 1.0
+    """Global gradient norm is clipped to this; 0 clips nothing."""
+    num_minibatches: int = 1
+    """Optimizer steps per epoch over a rollout; divides rollout.num_prompts."""
+    num_epochs: int = 1
+    """Passes over a rollout."""
+
+    def __post_init__(self) -> None:
+        _at_least("update.", self, lr=0, warmup_steps=0, weight_decay=0, max_grad_norm=0, num_minibatches=1, num_epochs=1)
+        _one_of("update.schedule", self.schedule, ("constant", "linear", "cosine"))
+        _check("update.min_lr_ratio", 0 <= self.min_lr_ratio <= 1, "in [0, 1]", self.min_lr_ratio)
+        for name in ("beta1", "beta2"):
+            value = getattr(self, name)
+            _check(f"update.{name}", 0 <= value < 1, "in [0, 1)", value)
+        _check("update.eps", self.eps > 0, "above 0", self.eps)
+
+
+@dataclass(kw_only=True)
+class LossConfig:
+    """Knobs of the policy loss that `algorithm` names."""
+
+    clip_low: float = 0.2
+    """The ratio to the rollout's policy is clipped at 1 - clip_low; in (0, 1]. No effect with one optimizer step."""
+    clip_high: float = 0.2
+    """... and at 1 + clip_high; above 0."""
+    kl_coef: float = 0.0
+    """Weight of the k3 KL to the frozen starting model; above 0 a reference copy is loaded."""
+    importance_cap: float = 2.0
+    """Truncated importance sampling: min(policy / engine probability, cap) weights each token; 0 is off."""
+    mask_truncated: bool = False
+    """Leave completions that ran into rollout.max_new_tokens out of the loss; they keep their part in the baseline."""
+
+    def __post_init__(self) -> None:
+        _check("loss.clip_low", 0 < self.clip_low <= 1, "in (0, 1]", self.clip_low)
+        _check("loss.clip_high", self.clip_high > 0, "above 0", self.clip_high)
+        _at_least("loss.", self, kl_coef=0, importance_cap=0)
+
+
+@dataclass(kw_only=True)
+class ScoringConfig:
+    """How reward functions are called."""
+
+    timeout_s: float = 10.0
+    """Limit for one completion's score by one function; a longer one is recorded as a time-out."""
+    timeout_reward: float = 0.0
+    """The reward of a time-out."""
+
+    def __post_init__(self) -> None:
+        _check("scoring.timeout_s", self.timeout_s > 0, "above 0", self.timeout_s)
+
+
+@dataclass(kw_only=True)
+class RanksConfig:
+    """The process group."""
+
+    timeout_s: float = 7200.0
+    """How long a rank waits for another in a collective before the run fails; longer than the longest rollout."""
+    notice_s: float = 30.0
+    """A wait says what it waits for after this long, and again each time it has passed."""
+
+    def __post_init__(self) -> None:
+        _check("ranks.timeout_s", self.timeout_s > 0, "above 0", self.timeout_s)
+        _check("ranks.notice_s", self.notice_s > 0, "above 0", self.notice_s)
+
+
+@dataclass(kw_only=True)
+class TrackingConfig:
+    """Where metrics go beside metrics.jsonl."""
+
+    tensorboard: bool = True
+    """Write run_dir/tensorboard."""
+    wandb_project: str = ""
+    """Log to this Weights & Biases project; empty is off. Needs the package wandb."""
+
+
+@dataclass(kw_only=True)
+class Config:
+    """A run. Recipes in recipes/ are values of this."""
+
+    model: str = MISSING
+    """A folder in the Hugging Face layout, or tiny:FAMILY (random, two layers, made in run_dir): qwen3, qwen2, llama, gemma3, qwen3_moe."""
+    run_dir: str = MISSING
+    """Everything the run leaves behind; made if it is missing."""
+    prompts: str = MISSING
+    """A JSONL file (`prompt` or chat `messages`, and any fields), or the dotted path of a function that returns such rows."""
+    reward: Any = MISSING
+    """The dotted path of a function, or a map of dotted path to weight."""
+    num_steps: int = MISSING
+    """Steps of the whole run, those before a resume included; a step is one rollout and its updates."""
+    algorithm: str = "grpo"
+    """grpo, dr_grpo or rloo; its knobs are under loss."""
+    seed: int = 0
+    """Prompts, samples and initial state follow from it."""
+    eval_prompts: str = ""
+    """Held-out prompts, as for prompts; empty is none."""
+    eval_every: int = 0
+    """Score eval_prompts, greedily, before the first step, every this many steps and at the end; 0 never."""
+    checkpoint_every: int = 0
+    """Save after every this many steps; 0 only at the end, and when stopped by SIGTERM."""
+    keep_checkpoints: int = 2
+    """Older ones are deleted once a newer one is complete."""
+    resume: str = "auto"
+    """auto (the newest checkpoint in run_dir, else a new run), never (a run_dir that holds a run is refused), or a checkpoint's folder."""
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    engine: EngineConfig = field(default_factory=EngineConfig)
+    policy: PolicyConfig = field(default_factory=PolicyConfig)
+    batch: BatchConfig = field(default_factory=BatchConfig)
+    update: UpdateConfig = field(default_factory=UpdateConfig)
+    loss: LossConfig = field(default_factory=LossConfig)
+    scoring: ScoringConfig = field(default_factory=ScoringConfig)
+    ranks: RanksConfig = field(default_factory=RanksConfig)
+    tracking: TrackingConfig = field(default_factory=TrackingConfig)
+
+    def __post_init__(self) -> None:
+        _at_least("", self, num_steps=1, eval_every=0, checkpoint_every=0, keep_checkpoints=1, seed=0)
+        _one_of("algorithm", self.algorithm, ALGORITHMS)
+        _check("eval_every", not self.eval_every or bool(self.eval_prompts), "0 without eval_prompts", self.eval_every)
+        if isinstance(self.reward, dict):
+            weights = self.reward.values()
+            _check("reward", bool(weights) and all(type(w) in (int, float) for w in weights), "a map of dotted path to number", self.reward)
+        else:
+            _check("reward", isinstance(self.reward, str) and "." in self.reward, "a dotted path, or a map of dotted path to weight", self.reward)
+        if self.model.startswith(TINY):
+            _one_of("model", self.model.removeprefix(TINY), TINY_FAMILIES)
+
+    @property
+    def reward_weights(self) -> dict[str, float]:
+        """Dotted path to weight, whichever way `reward` was written."""
+        return {path: float(w) for path, w in self.reward.items()} if isinstance(self.reward, dict) else {self.reward: 1.0}
+
+    @property
+    def logprobs_mode(self) -> str:
+        """vLLM's mode under which engine and policy score one distribution.
+
+        With temperature alone the engine reports logprobs after it, and the policy divides its logits by it. With
+        top_p or top_k those would be renormalised over the kept tokens, so both sides score the full vocabulary.
+        """
+        truncates = self.rollout.top_p < 1 or self.rollout.top_k > 0
+        return "raw_logprobs" if truncates else "processed_logprobs"
+
+    @property
+    def scoring_temperature(self) -> float:
+        """What the policy divides its logits by: raw logprobs are before the temperature."""
+        return 1.0 if self.logprobs_mode == "raw_logprobs" else self.rollout.temperature
+
+    @property
+    def num_updates(self) -> int:
+        """Optimizer steps of the whole run."""
+        return self.num_steps * self.update.num_minibatches * self.update.num_epochs
+
+
+def check_config(config: Config, world_size: int) -> None:
+    """Refuse what no single field can refuse, before vLLM is imported or a model is read.
+
+    Raises:
+        ValueError: sizes that do not divide, or a folder or file that is not there.
+    """
+    size, prompts = config.engine.tensor_parallel_size, config.rollout.num_prompts
+    if world_size % size:
+        raise ValueError(f"engine.tensor_parallel_size must divide the number of ranks {world_size}, got {size}")
+    replicas = world_size // size
+    if prompts % replicas:
+        raise ValueError(
+            f"rollout.num_prompts must be a multiple of the {replicas} engine replicas "
+            f"({world_size} ranks / engine.tensor_parallel_size {size}), got {prompts}"
+        )
+    if prompts % config.update.num_minibatches:
+        raise ValueError(f"update.num_minibatches must divide rollout.num_prompts {prompts}, got {config.update.num_minibatches}")
+    if not config.model.startswith(TINY) and not (Path(config.model) / "config.json").is_file():
+        raise ValueError(f"model must be a folder that holds config.json, or tiny:FAMILY, got {config.model!r}")
+    for option in ("prompts", "eval_prompts"):
+        source = getattr(config, option)
+        if source and ("/" in source or source.endswith(".jsonl")) and not Path(source).is_file():
+            raise ValueError(f"{option} must be a JSONL file that exists, or a function's dotted path, got {source!r}")
+    if config.resume not in ("auto", "never") and not Path(config.resume).is_dir():
+        raise ValueError(f"resume must be auto, never or a checkpoint's folder, got {config.resume!r}")
+    needed = config.rollout.max_prompt_tokens + config.rollout.max_new_tokens
+    limit = config.engine.vllm.get("max_model_len")
+    if limit is not None and needed > int(limit):
+        raise ValueError(
+            f"rollout.max_prompt_tokens + rollout.max_new_tokens must be at most engine.vllm.max_model_len {limit}, got {needed}"
+        )

@@ -1,0 +1,1 @@
+"""What generates: the only room that imports vllm."""

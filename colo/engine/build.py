@@ -1,0 +1,178 @@
+"""Build vLLM in this process, and the handful of its calls that differ between CPU and CUDA."""
+
+import gc
+import logging
+import os
+import random
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from safetensors import safe_open
+from torch import nn
+
+from colo.config import Config
+from colo.engine.cpu import CpuSleep, find_packed_experts, prepare_cpu_backend
+from colo.ranks import Ranks
+from colo.types import Request, Sampling
+
+if TYPE_CHECKING:
+    from vllm import LLM
+
+logger = logging.getLogger(__name__)
+DEFAULT_CPU_KV_BYTES = 512 << 20
+DEFAULT_GPU_SHARE = 0.45
+"""Of the card, for weights and KV cache: the policy and its optimizer stay on it while the engine is awake."""
+ENVIRONMENT = {
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+}
+"""Set before vLLM is imported, where the user has not set them: vLLM reads its environment once."""
+
+
+@dataclass(kw_only=True)
+class VllmParts:
+    """A built vLLM and what we need of its insides."""
+
+    llm: "LLM"
+    model: nn.Module
+    dtype: torch.dtype
+    cpu_sleep: CpuSleep | None
+    """Only on CPU, where vLLM's own sleep frees nothing."""
+    packed_experts: list[nn.Module]
+    """Expert modules to pack again after each reload; none on CUDA."""
+
+    @property
+    def on_cpu(self) -> bool:
+        """Whether this is vLLM's CPU backend."""
+        return self.cpu_sleep is not None
+
+    def sleep(self, depth: str) -> None:
+        """Free weights and KV cache. A request in flight is kept and computed again later."""
+        self.llm.sleep(level=int(depth), mode="keep")
+        if self.cpu_sleep:
+            self.cpu_sleep.sleep(depth)
+
+    def wake(self, tag: str) -> None:
+        """Map "weights" or "kv_cache" again; vLLM takes one tag at a time."""
+        is_awake = self.llm.wake_up(tags=[tag])
+        assert is_awake == (tag == "kv_cache"), f"vLLM says awake={is_awake} after waking {tag}"
+        if self.cpu_sleep:
+            self.cpu_sleep.wake_weights() if tag == "weights" else self.cpu_sleep.wake_kv()
+
+    def synchronize(self) -> None:
+        """Wait until the device has done what was asked of it."""
+        if not self.on_cpu:
+            torch.cuda.synchronize()
+
+    def add_request(self, request_id: str, request: Request, sampling: Sampling) -> str:
+        """Hand one request to vLLM; return the id that its output will carry."""
+        from vllm import SamplingParams  # noqa: PLC0415 - vLLM reads its environment on import, so not before the build
+        from vllm.sampling_params import RequestOutputKind  # noqa: PLC0415
+
+        params = SamplingParams(
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+            max_tokens=request.max_new_tokens,
+            seed=request.seed,  # never unseeded: those draw from the process's own generators, which ranks do not share
+            logprobs=0,
+            flat_logprobs=True,
+            stop=list(sampling.stop) or None,
+            detokenize=bool(sampling.stop),  # only stop strings need text while sampling
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
+        self.llm.llm_engine.add_request(request_id, {"prompt_token_ids": request.prompt_token_ids}, params)
+        return request_id
+
+
+def build_vllm(config: Config, ranks: Ranks, model_folder: Path) -> VllmParts:
+    """Build the engine of this rank's tensor-parallel group. Collective over all ranks of the launch.
+
+    The process group must be up, since replicas are independent only then; the generators of random, numpy
+    and torch come out as they went in.
+    """
+    for name, value in ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    logging.getLogger("vllm").setLevel(os.environ["VLLM_LOGGING_LEVEL"])  # it logs before it reads its own variable
+    warnings.filterwarnings("ignore", category=FutureWarning, module="vllm")
+    on_cpu = ranks.device.type == "cpu"
+    with _kept_process_state():
+        from vllm import LLM  # noqa: PLC0415 - slow, and it reads its environment on import: `import colo.train` must do without
+
+        if on_cpu:
+            prepare_cpu_backend()
+        llm = LLM(str(model_folder), **_vllm_arguments(config, ranks, on_cpu))
+    worker = llm.llm_engine.model_executor.driver_worker
+    model = worker.get_model()
+    dtype = llm.llm_engine.vllm_config.model_config.dtype
+    if not on_cpu:
+        return VllmParts(llm=llm, model=model, dtype=dtype, cpu_sleep=None, packed_experts=[])
+    draft = worker.get_draft_model()
+    cpu_sleep = CpuSleep([model] if draft is None else [model, draft], _kv_caches(llm))
+    packed = find_packed_experts(model, folder_tensors(model_folder))
+    return VllmParts(llm=llm, model=model, dtype=dtype, cpu_sleep=cpu_sleep, packed_experts=packed)
+
+
+def folder_tensors(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
+    """Every tensor of a folder's safetensors files, one at a time, under its checkpoint name."""
+    for path in sorted(folder.glob("model*.safetensors")):
+        with safe_open(path, framework="pt") as file:
+            for name in file.keys():  # noqa: SIM118 - a safe_open is no mapping
+                yield name, file.get_tensor(name)
+
+
+def _vllm_arguments(config: Config, ranks: Ranks, on_cpu: bool) -> dict[str, Any]:
+    """vLLM's keyword arguments: ours, then what `engine.vllm` adds."""
+    arguments: dict[str, Any] = {
+        "distributed_executor_backend": "external_launcher",
+        "tensor_parallel_size": ranks.tensor_parallel_size,
+        "dtype": config.policy.compute_dtype,
+        "max_model_len": config.rollout.max_prompt_tokens + config.rollout.max_new_tokens,
+        "seed": config.seed + ranks.replica,
+        "logprobs_mode": config.logprobs_mode,
+        "use_tqdm_on_load": False,
+    }
+    passed = config.engine.vllm
+    sized = "kv_cache_memory_bytes" in passed or "gpu_memory_utilization" in passed
+    if on_cpu and not sized:
+        arguments["kv_cache_memory_bytes"] = DEFAULT_CPU_KV_BYTES
+    if not on_cpu:
+        arguments["enable_sleep_mode"] = True
+        if not sized:
+            arguments["gpu_memory_utilization"] = DEFAULT_GPU_SHARE
+    return arguments | passed
+
+
+def _kv_caches(llm: "LLM") -> list[torch.Tensor]:
+    """The KV cache tensors, through the attention layers that read them (the runners name them differently)."""
+    layers = llm.llm_engine.vllm_config.compilation_config.static_forward_context.values()
+    found = []
+    for layer in layers:
+        if "kv_cache" in vars(layer):
+            cache = layer.kv_cache
+            found += [tensor for tensor in (cache if isinstance(cache, (list, tuple)) else [cache]) if isinstance(tensor, torch.Tensor)]
+    return found
+
+
+@contextmanager
+def _kept_process_state() -> Iterator[None]:
+    """Undo what building an engine does to this process: it seeds every generator, freezes the collector, renames hosts."""
+    cuda = torch.cuda.is_available()
+    local_world_size = os.environ.get("LOCAL_WORLD_SIZE")
+    kept = (random.getstate(), np.random.get_state(), torch.get_rng_state(), torch.cuda.get_rng_state() if cuda else None)
+    yield
+    random.setstate(kept[0])
+    np.random.set_state(kept[1])
+    torch.set_rng_state(kept[2])
+    if kept[3] is not None:
+        torch.cuda.set_rng_state(kept[3])
+    if local_world_size is not None:
+        os.environ["LOCAL_WORLD_SIZE"] = local_world_size
+    gc.unfreeze()  # the engine freezes all live objects, the trainer's among them

@@ -1,0 +1,121 @@
+"""The policy: the trained model on this rank's shard, its optimizer, and the frozen reference."""
+
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from colo.config import Config
+from colo.policy import optimizer as adamw
+from colo.policy.names import stored_tensors
+from colo.policy.scorer import check_head
+from colo.policy.shard import decoder_layers, load_weights, sharded_model
+from colo.policy.update import update_policy
+from colo.ranks import Ranks
+from colo.types import Batch
+
+logger = logging.getLogger(__name__)
+
+
+class Policy:
+    """The trained model, sharded over all ranks. Every method that says so is collective."""
+
+    def __init__(self, config: Config, ranks: Ranks, model_folder: Path) -> None:
+        """Build, shard and load. Collective.
+
+        Args:
+            config: The run's.
+            ranks: All of them share the model.
+            model_folder: The starting weights, which the reference keeps; `load` then takes a checkpoint's.
+
+        Raises:
+            ValueError: a model that colo cannot train, or a folder that does not hold it, by name.
+        """
+        self.config = config
+        self.ranks = ranks
+        self.num_updates = 0
+        dtype, compute_dtype = (getattr(torch, name) for name in (config.policy.dtype, config.policy.compute_dtype))
+        chunk_tokens = config.policy.logprob_chunk_tokens
+        self.scorer: Any
+        self.scorer, self.pieces = sharded_model(
+            model_folder, ranks, dtype=dtype, compute_dtype=compute_dtype, chunk_tokens=chunk_tokens
+        )
+        check_head(self.scorer, ranks.device, compute_dtype)
+        if config.policy.gradient_checkpointing:
+            _recompute_layers(self.scorer)
+        self.optimizer = adamw.make_optimizer(list(self.parameters.values()), config.update)
+        self.reference: Any = None
+        if config.loss.kl_coef > 0:
+            self.reference, _ = sharded_model(
+                model_folder, ranks, dtype=compute_dtype, compute_dtype=compute_dtype, chunk_tokens=chunk_tokens
+            )
+            self.reference.requires_grad_(False)
+        if ranks.is_main and config.update.num_minibatches * config.update.num_epochs == 1:
+            logger.info(
+                "loss.clip_low and loss.clip_high have no effect: one optimizer step a rollout, so the ratio is 1"
+            )
+
+    @property
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """The sharded parameters by transformers' names, tied ones once."""
+        return dict(self.scorer.hf.named_parameters())
+
+    def update(self, batch: Batch) -> dict[str, float]:
+        """Train on a rollout: num_minibatches x num_epochs optimizer steps. Collective.
+
+        Returns:
+            Metrics, equal on every rank.
+
+        Raises:
+            RuntimeError: a loss or gradient is not finite on some rank: on every rank, before that optimizer step.
+        """
+        return update_policy(self, batch)
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield (checkpoint name, whole tensor) of parameters and persistent buffers. Collective: take all of them.
+
+        The tensors are in policy.dtype (buffers in their own), in one order on every rank. They may be views of what
+        the policy trains: read them, before the next update.
+        """
+        tensors = stored_tensors(self.scorer.hf)
+        gathered, whole = "", torch.empty(0)
+        for piece in self.pieces:
+            if piece.parameter != gathered:
+                gathered, tensor = piece.parameter, tensors[piece.parameter].detach()
+                whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+            yield piece.name, piece.of(whole)
+
+    def load(self, folder: Path) -> None:
+        """Take the weights of a folder in the Hugging Face layout, each rank its own slices. Collective."""
+        self.ranks.agreed(lambda: load_weights(self.scorer.hf, self.pieces, folder, self.ranks), "loading the weights")
+
+    def optimizer_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield (name, whole tensor) of AdamW's moments, as "exp_avg.PARAMETER". Collective: take all of them."""
+        return adamw.optimizer_tensors(self.optimizer, self.parameters)
+
+    def load_optimizer(self, folder: Path) -> None:
+        """Take AdamW's moments from a folder's optimizer*.safetensors, written by any number of ranks. Collective."""
+        self.ranks.agreed(
+            lambda: adamw.load_optimizer_tensors(self.optimizer, self.parameters, folder, self.ranks),
+            "loading the optimizer",
+        )
+
+    def state(self) -> dict[str, int]:
+        """What a checkpoint holds beside tensors; fit for JSON."""
+        return {"num_updates": self.num_updates}
+
+    def load_state(self, state: dict[str, int]) -> None:
+        """Go on from what `state` returned: the schedule's place and AdamW's bias correction."""
+        self.num_updates = state["num_updates"]
+        adamw.set_step(self.optimizer, self.parameters, self.num_updates)
+
+
+def _recompute_layers(scorer: Any) -> None:
+    scorer.hf.gradient_checkpointing_enable({"use_reentrant": False})
+    # transformers recomputes where a layer is in training mode; the modules inside stay in eval mode.
+    for layer in decoder_layers(scorer.hf):
+        layer.training = True

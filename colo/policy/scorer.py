@@ -1,0 +1,81 @@
+"""The module that FSDP2 shards as a whole: token ids in, logprobs and entropy out."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from colo.policy.logprobs import token_logprobs
+
+NUM_CHECK_TOKENS = 8
+CHECK_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 3e-2}
+"""Nats by compute dtype: rounding of the same product, well below what a forgotten scale does to real logits."""
+
+
+class Scorer(nn.Module):
+    """A language model and its head, which runs in chunks inside this module's forward.
+
+    The head's weight belongs to FSDP's root, and so is whole only there.
+    """
+
+    def __init__(self, hf: PreTrainedModel, *, chunk_tokens: int) -> None:
+        """Take transformers' model, which keeps its own names."""
+        super().__init__()
+        head = hf.get_output_embeddings()
+        if hf.base_model is hf or not isinstance(head, nn.Linear):
+            raise ValueError(f"model must be a decoder with a linear head, got {hf.config.model_type}")
+        self.hf = hf
+        self.chunk_tokens = chunk_tokens
+        self._softcap: float | None = hf.config.get_text_config().to_dict().get("final_logit_softcapping")
+
+    def forward(self, token_ids_BT: Tensor, temperature: float, *, by_hf: bool = False) -> tuple[Tensor, Tensor]:
+        """Score every token. Collective, once the module is sharded.
+
+        Rows are right-padded and attention is causal, so padding needs no mask: nothing before it sees it.
+
+        Args:
+            token_ids_BT: [B, T] int64.
+            temperature: Logits are divided by it.
+            by_hf: Take the logits from transformers' own forward, whole; for `check_head` alone.
+
+        Returns:
+            As `token_logprobs`.
+        """
+        if by_hf:
+            logits_BTV = self.hf(input_ids=token_ids_BT, use_cache=False).logits
+            return token_logprobs(
+                logits_BTV, token_ids_BT, nn.Identity(), temperature=temperature, chunk_tokens=self.chunk_tokens
+            )
+        hidden_BTH = self.hf.base_model(input_ids=token_ids_BT, use_cache=False).last_hidden_state
+        return token_logprobs(
+            hidden_BTH, token_ids_BT, self._head, temperature=temperature, chunk_tokens=self.chunk_tokens
+        )
+
+    def _head(self, hidden_NH: Tensor) -> Tensor:
+        head = self.hf.get_output_embeddings()
+        assert head is not None, "a scorer must have a head: it was there when the scorer was made"
+        logits_NV: Tensor = head(hidden_NH)
+        if self._softcap is not None:
+            logits_NV = torch.tanh(logits_NV / self._softcap) * self._softcap
+        return logits_NV
+
+
+def check_head(scorer: Any, device: torch.device, compute_dtype: torch.dtype) -> None:
+    """Compare the chunked head with transformers' own on a few tokens. Collective.
+
+    Raises:
+        ValueError: they differ: the model does something to its logits that colo does not know.
+    """
+    vocab_size = scorer.hf.config.get_text_config().vocab_size
+    token_ids_BT = (torch.arange(NUM_CHECK_TOKENS, device=device) * 31 % vocab_size)[None]
+    with torch.no_grad():
+        ours_BT, _ = scorer(token_ids_BT, 1.0)
+        theirs_BT, _ = scorer(token_ids_BT, 1.0, by_hf=True)
+    scorer.reshard()
+    difference = (ours_BT - theirs_BT).abs().max().item()
+    if not difference <= CHECK_TOLERANCE[compute_dtype]:
+        raise ValueError(
+            "model must compute its logits as its head times the last hidden states, "
+            f"got {scorer.hf.config.model_type}, whose own logprobs differ by {difference:.2g} nats"
+        )

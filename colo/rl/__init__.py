@@ -1,0 +1,1 @@
+"""The arithmetic of RL: prompts, rewards, advantages, losses, batches."""

@@ -1,0 +1,89 @@
+"""Reward functions for test_rewards.py: good ones, and every way to go wrong."""
+
+import ctypes
+import os
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+
+def length(completion: str) -> int:
+    return len(completion)
+
+
+def matches(completion: str, answer: str) -> bool:
+    return completion == answer
+
+
+def with_default(completion: str, *, scale: float = 2.0, prompt: str = "") -> np.float32:
+    return np.float32(scale * len(prompt))
+
+
+def count_fields(answer: str, /, **fields: Any) -> float:
+    """Its first parameter is called as a field is, and still gets the completion."""
+    assert answer == "completion"
+    return float("".join(str(fields[name]) for name in sorted(fields)))
+
+
+def raises(completion: str) -> float:
+    if completion == "bad":
+        raise KeyError("a reason of its own")
+    return 1.0
+
+
+def exits(completion: str) -> float:
+    sys.exit(f"not {completion}")
+
+
+def dies(completion: str) -> float:
+    os._exit(7)
+
+
+def returns(completion: str) -> Any:
+    return {"none": None, "text": "1.0", "nan": float("nan"), "inf": np.inf}[completion]
+
+
+def prints(completion: str) -> float:
+    sys.stdout.write(completion)
+    sys.stdout.flush()
+    return 0.5
+
+
+def sleeps(completion: str) -> float:
+    time.sleep(float(completion))
+    return 1.0
+
+
+def hangs(completion: str) -> float:
+    """Ways to never return; in the first two Python runs no line, so it sees no signal and no exception."""
+    if completion == "regex":
+        re.match(r"(a+)+b", "a" * 64)
+    elif completion == "c":
+        ctypes.PyDLL(None).pause()  # holds the interpreter's lock
+    elif completion.startswith("child:"):
+        child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+        Path(completion.removeprefix("child:")).write_text(str(child.pid))
+        child.wait()
+    return 1.0
+
+
+def takes_nothing() -> float:
+    return 0.0
+
+
+def only_keywords(*, completion: str) -> float:
+    return 0.0
+
+
+NOT_A_FUNCTION = 3
+
+
+def raises_on_rank_1(completion: str) -> float:
+    if os.environ["RANK"] == "1":
+        raise ValueError("this reward is broken on rank 1")
+    return 0.0

@@ -1,0 +1,189 @@
+"""Every recipe loads, and a wrong one is refused by name before torch is imported."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from colo.config import Config, check_config
+from colo.recipe import RECIPES, config_hash, load_config, recipe_names, to_yaml
+
+DEBUG = ["--config-name", "debug"]
+
+
+@pytest.mark.parametrize("name", recipe_names())
+def test_every_recipe_loads_and_begins_with_what_it_is(name: str) -> None:
+    assert isinstance(load_config(["--config-name", name]), Config)
+    lines = (RECIPES / f"{name}.yaml").read_text().splitlines()
+    assert lines[0].startswith("# ")
+    assert sum(not line.startswith("#") for line in lines) <= 25
+
+
+def test_overrides_win_and_numbers_arrive_as_numbers() -> None:
+    config = load_config([*DEBUG, "update.lr=3e-6", "rollout.group_size=4", "engine.sleep=1", "rollout.stop=[a,b]"])
+    assert config.update.lr == 3e-6
+    assert config.rollout.group_size == 4
+    assert config.engine.sleep == "1"
+    assert config.rollout.stop == ["a", "b"]
+    assert config.rollout.num_prompts == load_config(DEBUG).rollout.num_prompts
+
+
+def test_vllm_options_and_reward_maps_need_no_plus() -> None:
+    plain = load_config(
+        [*DEBUG, "engine.vllm.max_num_seqs=7", "engine.vllm.block_size=16", "reward={a.b: 1, c.d: 0.5}"]
+    )
+    plus = load_config(
+        [*DEBUG, "+engine.vllm.max_num_seqs=7", "++engine.vllm.block_size=16", "reward={a.b: 1, c.d: 0.5}"]
+    )
+    assert plain == plus
+    assert plain.engine.vllm == load_config(DEBUG).engine.vllm | {"max_num_seqs": 7, "block_size": 16}
+    assert plain.reward_weights == {"a.b": 1.0, "c.d": 0.5}
+
+
+def test_the_resolved_config_is_a_recipe_that_gives_the_same_config(tmp_path: Path) -> None:
+    config = load_config(
+        [*DEBUG, r"rollout.stop=['\${x}',': #']", "reward={a.b: 0.25}", "engine.vllm.a={b: [1, null]}"]
+    )
+    assert config.rollout.stop == ["${x}", ": #"]
+    (tmp_path / "config.yaml").write_text(to_yaml(config))
+    for arguments in (
+        ["--config-dir", str(tmp_path), "--config-name", "config"],
+        [f"--config-name={tmp_path / 'config.yaml'}"],
+    ):
+        again = load_config(arguments)
+        assert again == config
+        assert config_hash(again) == config_hash(config)
+
+
+def test_the_hash_tells_configs_apart_by_any_option() -> None:
+    hashes = {
+        config_hash(load_config([*DEBUG, *more])) for more in ([], ["seed=1"], ["engine.vllm.x=1"], ["update.eps=1e-7"])
+    }
+    assert len(hashes) == 4
+
+
+def _first_line(arguments: list[str]) -> str:
+    with pytest.raises(ValueError, match=r" must | is not ") as raised:
+        load_config(arguments)
+    return str(raised.value).splitlines()[0]
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("rollout.grup_size=4", "rollout.grup_size is not an option (did you mean rollout.group_size?), got 4"),
+        ("rollout={grup_size: 4}", "rollout.grup_size is not an option (did you mean rollout.group_size?), got 4"),
+        ("lr=1e-3", "lr is not an option (did you mean update.lr?), got 0.001"),
+        ("+nothing_like_it=x", "nothing_like_it is not an option, got 'x'"),
+        ("rolout.group_size=4", "rolout.group_size is not an option (did you mean rollout.group_size?), got 4"),
+        ("rollout.group_size=abc", "rollout.group_size must be an integer, got 'abc'"),
+        ("seed=3.5", "seed must be an integer, got 3.5"),
+        ("seed=true", "seed must be an integer, got True"),
+        ("rollout.group_size=null", "rollout.group_size must be an integer, got None"),
+        ("rollout.temperature=hot", "rollout.temperature must be a number, got 'hot'"),
+        ("tracking.tensorboard=maybe", "tracking.tensorboard must be true or false, got 'maybe'"),
+        ("model=[a]", "model must be a string, got ['a']"),
+        ("rollout.stop=x", "rollout.stop must be a list of strings, got 'x'"),
+        ("engine.vllm=3", "engine.vllm must be a map, got 3"),
+        ("rollout=3", "rollout must be a map of options, got 3"),
+        ("rollout.group_size=1", "rollout.group_size must be at least 2, got 1"),
+        ("update.lr=nan", "update.lr must be at least 0, got nan"),
+        ("engine.sleep=auto", "engine.sleep must be one of none, 1, 2, got 'auto': not built yet"),
+        ("engine.vllm.seed=3", "engine.vllm.seed must be left out (colo sets it), got 3"),
+        ("reward={a.b: high}", "reward must be a map of dotted path to number, got {'a.b': 'high'}"),
+        ("model=???", "model must be set, got nothing"),
+        ("model=${nope}", "model must be a value that resolves, got '${nope}'"),
+        ("seed=1,2", "seed must be one value (a list is written [a,b]), got 1,2"),
+        ("~seed", "seed must be given a value, got '~seed'"),
+        ("seed", "an override must be option=value, got 'seed'"),
+        ("hydra.run.dir=x", "hydra.run.dir is not an option, got 'x': hydra writes nothing here"),
+        ("-m", "-m must be left out, got -m: one launch is one run"),
+        ("--config-nam=x", "--config-nam is not an option (did you mean --config-name?), got '--config-nam=x'"),
+    ],
+)
+def test_a_wrong_override_is_refused_in_one_line_that_names_option_limit_and_value(override: str, message: str) -> None:
+    assert _first_line([*DEBUG, override]) == message
+
+
+START = "defaults: [base, _self_]\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (
+            START + "rollout: {grup_size: 4}",
+            "rollout.grup_size is not an option (did you mean rollout.group_size?), got 4",
+        ),
+        (START + "rollout: {group_size: abc}", "rollout.group_size must be an integer, got 'abc'"),
+        (START + "rollout: {group_size: null}", "rollout.group_size must be an integer, got None"),
+        (START + "rollout: 3", "rollout must be a map of options, got 3"),
+        (START + "model: m", "num_steps must be set, got nothing; nor prompts, reward, run_dir"),
+        ("model: m", "{path} must start with 'defaults: [base, _self_]', got a file without it"),
+        (
+            START + "rollout: {group_size: 3\nseed: 1",
+            "{path} must be YAML, got line 3, column 5: expected ',' or '}', but got ':'",
+        ),
+        (START + "seed: 1\nseed: 2", "{path} must be YAML, got line 3, column 1: found duplicate key seed"),
+        ("defaults: [bse, _self_]", "{path} must compose, got In 'mine': Could not load 'bse'."),
+    ],
+)
+def test_a_wrong_recipe_is_refused_in_the_same_way(tmp_path: Path, text: str, message: str) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text(text)
+    assert _first_line(["--config-name", str(path)]) == message.replace("{path}", str(path))
+
+
+def test_an_unknown_recipe_is_refused_with_those_there_are(tmp_path: Path) -> None:
+    known = ", ".join(recipe_names())
+    assert "debug" in known
+    assert (
+        _first_line(["--config-name", "debg"]) == f"--config-name must be a recipe of {RECIPES} ({known}), got 'debg'"
+    )
+    assert _first_line([]) == f"--config-name must be a recipe of {RECIPES} ({known}), got nothing"
+    gone = tmp_path / "gone"
+    assert (
+        _first_line(["--config-dir", str(gone), *DEBUG])
+        == f"--config-dir must be a folder that exists, got {str(gone)!r}"
+    )
+
+
+@pytest.mark.parametrize(
+    ("world_size", "overrides", "message"),
+    [
+        (
+            3,
+            [],
+            "rollout.num_prompts must be a multiple of the 3 engine replicas "
+            "(3 ranks / engine.tensor_parallel_size 1), got 8",
+        ),
+        (3, ["engine.tensor_parallel_size=2"], "engine.tensor_parallel_size must divide the number of ranks 3, got 2"),
+        (2, ["update.num_minibatches=3"], "update.num_minibatches must divide rollout.num_prompts 8, got 3"),
+        (2, ["model=no/such"], "model must be a folder that holds config.json, or tiny:FAMILY, got 'no/such'"),
+        (
+            2,
+            ["prompts=no/such.jsonl"],
+            "prompts must be a JSONL file that exists, or a function's dotted path, got 'no/such.jsonl'",
+        ),
+        (2, ["resume=no/such"], "resume must be auto, never or a checkpoint's folder, got 'no/such'"),
+    ],
+)
+def test_what_needs_the_world_size_or_the_disk_is_refused(world_size: int, overrides: list[str], message: str) -> None:
+    with pytest.raises(ValueError, match=r" must | is not ") as raised:
+        check_config(load_config([*DEBUG, *overrides]), world_size)
+    assert str(raised.value) == message
+
+
+def test_reading_a_recipe_imports_neither_torch_nor_vllm_and_writes_nothing(tmp_path: Path) -> None:
+    code = (
+        "import sys; from colo.config import check_config; from colo.recipe import load_config;"
+        "check_config(load_config(['--config-name', 'debug']), 2);"
+        "sys.exit(' '.join(name for name in ('torch', 'vllm', 'transformers') if name in sys.modules) or 0)"
+    )
+    root = str(RECIPES.parent)
+    ran = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, env={"PYTHONPATH": root}, capture_output=True, text=True, timeout=20
+    )
+    assert (ran.returncode, ran.stdout, ran.stderr) == (0, "", "")
+    assert list(tmp_path.iterdir()) == []
