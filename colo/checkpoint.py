@@ -2,7 +2,7 @@
 
 run_dir/checkpoints/step-N/    after N steps; loads in transformers and in vLLM
     model*.safetensors, config.json, tokenizer files ...    the Hugging Face layout
-    optimizer*.safetensors                                  full tensors: any number of ranks can load them
+    optimizer/    optimizer*.safetensors                    full tensors: any number of ranks can load them
     trainer.json      step, the policy's counters, running means, each rank's random states
     manifest.json     bytes and sha256 of every other file
 """
@@ -30,6 +30,8 @@ from colo.types import NamedTensors
 
 logger = logging.getLogger(__name__)
 MANIFEST, TRAINER = "manifest.json", "trainer.json"
+OPTIMIZER = "optimizer"
+"""A folder of its own: vLLM reads every safetensors file that lies beside a model's."""
 MAX_FILE_BYTES = 4 << 30
 COPIED_SUFFIXES = (".json", ".txt", ".model", ".jinja", ".tiktoken", ".py")
 """Of the model folder's files: what describes the model and its tokenizer."""
@@ -54,7 +56,7 @@ class Trained(Protocol):
         ...
 
     def load_optimizer(self, folder: Path) -> None:
-        """Fill the optimizer from optimizer*.safetensors."""
+        """Fill the optimizer from a folder's optimizer*.safetensors."""
         ...
 
     def state(self) -> dict[str, Any]:
@@ -125,7 +127,7 @@ def load_checkpoint(folder: Path, policy: Trained, ranks: Ranks) -> tuple[int, d
     """
     trainer = json.loads((folder / TRAINER).read_text())
     policy.load(folder)
-    policy.load_optimizer(folder)
+    policy.load_optimizer(folder / OPTIMIZER)
     policy.load_state(trainer["policy"])
     if len(trainer["rng"]) != ranks.world_size and ranks.is_main:
         logger.warning("%s was saved by %d ranks, this run has %d", folder, len(trainer["rng"]), ranks.world_size)
@@ -206,12 +208,14 @@ def _write_partial(
     for path in sorted(model_folder.iterdir()):
         if path.is_file() and path.suffix in COPIED_SUFFIXES and not NOT_COPIED.fullmatch(path.name):
             shutil.copyfile(path, partial / path.name)
+    (partial / OPTIMIZER).mkdir()
     for stem, items in tensors.items():
-        _write_tensors(items, partial, stem, max_file_bytes)
+        _write_tensors(items, partial / OPTIMIZER if stem == OPTIMIZER else partial, stem, max_file_bytes)
     (partial / TRAINER).write_text(json.dumps(trainer))
-    files = {path.name: {"bytes": path.stat().st_size, "sha256": _sha256(path)} for path in sorted(partial.iterdir())}
+    paths = [path for path in sorted(partial.rglob("*")) if path.is_file()]
+    files = {str(p.relative_to(partial)): {"bytes": p.stat().st_size, "sha256": _sha256(p)} for p in paths}
     (partial / MANIFEST).write_text(json.dumps({"files": files}, indent=1))
-    for path in (*partial.iterdir(), partial):
+    for path in (*partial.rglob("*"), partial):
         _sync(path)
 
 

@@ -93,7 +93,9 @@ class EngineConfig:
     def __post_init__(self) -> None:
         _at_least("engine.", self, tensor_parallel_size=1)
         if self.sleep in ("kv", "auto"):
-            raise ValueError(f"engine.sleep must be one of {', '.join(SLEEP_DEPTHS)}, got {self.sleep!r}: not built yet")
+            raise ValueError(
+                f"engine.sleep must be one of {', '.join(SLEEP_DEPTHS)}, got {self.sleep!r}: not built yet"
+            )
         _one_of("engine.sleep", self.sleep, SLEEP_DEPTHS)
         for name in self.vllm:
             if name in OWNED_BY_COLO:
@@ -154,7 +156,9 @@ class UpdateConfig:
     """Passes over a rollout."""
 
     def __post_init__(self) -> None:
-        _at_least("update.", self, lr=0, warmup_steps=0, weight_decay=0, max_grad_norm=0, num_minibatches=1, num_epochs=1)
+        _at_least(
+            "update.", self, lr=0, warmup_steps=0, weight_decay=0, max_grad_norm=0, num_minibatches=1, num_epochs=1
+        )
         _one_of("update.schedule", self.schedule, ("constant", "linear", "cosine"))
         _check("update.min_lr_ratio", 0 <= self.min_lr_ratio <= 1, "in [0, 1]", self.min_lr_ratio)
         for name in ("beta1", "beta2"):
@@ -265,16 +269,28 @@ class Config:
         _check("eval_every", not self.eval_every or bool(self.eval_prompts), "0 without eval_prompts", self.eval_every)
         if isinstance(self.reward, dict):
             weights = self.reward.values()
-            _check("reward", bool(weights) and all(type(w) in (int, float) for w in weights), "a map of dotted path to number", self.reward)
+            _check(
+                "reward",
+                bool(weights) and all(type(w) in (int, float) for w in weights),
+                "a map of dotted path to number",
+                self.reward,
+            )
         else:
-            _check("reward", isinstance(self.reward, str) and "." in self.reward, "a dotted path, or a map of dotted path to weight", self.reward)
+            _check(
+                "reward",
+                isinstance(self.reward, str) and "." in self.reward,
+                "a dotted path, or a map of dotted path to weight",
+                self.reward,
+            )
         if self.model.startswith(TINY):
             _one_of("model", self.model.removeprefix(TINY), TINY_FAMILIES)
 
     @property
     def reward_weights(self) -> dict[str, float]:
         """Dotted path to weight, whichever way `reward` was written."""
-        return {path: float(w) for path, w in self.reward.items()} if isinstance(self.reward, dict) else {self.reward: 1.0}
+        return (
+            {path: float(w) for path, w in self.reward.items()} if isinstance(self.reward, dict) else {self.reward: 1.0}
+        )
 
     @property
     def logprobs_mode(self) -> str:
@@ -313,7 +329,9 @@ def check_config(config: Config, world_size: int) -> None:
             f"({world_size} ranks / engine.tensor_parallel_size {size}), got {prompts}"
         )
     if prompts % config.update.num_minibatches:
-        raise ValueError(f"update.num_minibatches must divide rollout.num_prompts {prompts}, got {config.update.num_minibatches}")
+        raise ValueError(
+            f"update.num_minibatches must divide rollout.num_prompts {prompts}, got {config.update.num_minibatches}"
+        )
     if not config.model.startswith(TINY) and not (Path(config.model) / "config.json").is_file():
         raise ValueError(f"model must be a folder that holds config.json, or tiny:FAMILY, got {config.model!r}")
     for option in ("prompts", "eval_prompts"):

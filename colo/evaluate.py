@@ -61,7 +61,11 @@ def evaluate(arguments: list[str]) -> None:
     with engine.awake(folder_tensors(run.model_folder), version=str(run.model_folder)):
         scores = Evaluator(run).run(engine, "evaluation")
     if run.ranks.is_main:
-        result = {"model": run.config.model, "eval_prompts": run.config.eval_prompts, "num_prompts": len(run.eval_prompts)}
+        result = {
+            "model": run.config.model,
+            "eval_prompts": run.config.eval_prompts,
+            "num_prompts": len(run.eval_prompts),
+        }
         sys.stdout.write(json.dumps(result | scores) + "\n")
         sys.stdout.flush()
     run.rewards.close()

@@ -4,6 +4,7 @@ import datetime
 import logging
 import os
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -15,6 +16,7 @@ import torch.distributed as dist
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 PROGRESS_EVERY_S = 1.0
+GIVE_WAY_S = 3.0
 
 
 @dataclass(kw_only=True)
@@ -104,9 +106,11 @@ class Ranks:
         result, error = None, None
         try:
             result = do()
-        except Exception as raised:
+        except Exception as raised:  # noqa: BLE001 - raised again below, once every rank knows
             error = raised
-        rows = self.gather((result, None if error is None else f"{type(error).__name__}: {error}", type(error) is ValueError), what)
+        rows = self.gather(
+            (result, None if error is None else f"{type(error).__name__}: {error}", type(error) is ValueError), what
+        )
         failed = [(rank, message, is_input) for rank, (_, message, is_input) in enumerate(rows) if message]
         if not failed:
             return [row[0] for row in rows]  # type: ignore[misc]
@@ -115,11 +119,17 @@ class Ranks:
         rank, message, is_input = failed[0]
         if is_input:
             raise ValueError(message.removeprefix("ValueError: "))
+        self.give_way(rank)
         raise RuntimeError(f"{what} failed on rank {rank}: {message}")
+
+    def give_way(self, rank: int) -> None:
+        """Before raising about what went wrong on `rank`, let that rank end first: torchrun blames the first."""
+        if rank != self.rank:
+            time.sleep(GIVE_WAY_S)
 
     def report(self, what: str) -> None:
         """Say how far this rank is, for the ranks that wait for it; cheap to call often."""
-        now = datetime.datetime.now().timestamp()
+        now = time.monotonic()
         if now - self._reported_at >= PROGRESS_EVERY_S:
             self._reported_at = now
             self.store.set(f"progress/{self.rank}", what)
@@ -155,13 +165,17 @@ def start_ranks(*, tensor_parallel_size: int = 1, timeout_s: float = 7200.0, not
     Raises:
         RuntimeError: torchrun's variables are missing, or this host has fewer GPUs than ranks.
     """
-    missing = [name for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
+    missing = [
+        name for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ
+    ]
     if missing:
         raise RuntimeError(f"start this with torchrun (or `colo train`): {', '.join(missing)} not set")
     rank, world_size, local_rank = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
     cuda = torch.cuda.is_available()
     if cuda and local_rank >= torch.cuda.device_count():
-        raise RuntimeError(f"ranks per host must be at most its number of GPUs {torch.cuda.device_count()}, got local rank {local_rank}")
+        raise RuntimeError(
+            f"ranks per host must be at most its number of GPUs {torch.cuda.device_count()}, got local rank {local_rank}"
+        )
     device = torch.device("cuda", local_rank) if cuda else torch.device("cpu")
     if cuda:
         torch.cuda.set_device(device)

@@ -9,6 +9,14 @@ import torch
 from torch import Tensor
 
 
+def seed_generators(seed: int, rank: int) -> None:
+    """Start every generator of this process from (seed, rank): what draws from them repeats from run to run."""
+    python, numpy, torch_seed = np.random.SeedSequence([seed, rank]).generate_state(3)
+    random.seed(int(python))
+    np.random.seed(int(numpy))
+    torch.manual_seed(int(torch_seed))  # the device's too
+
+
 def rng_state(device: torch.device) -> dict[str, Any]:
     """The states of Python, NumPy, torch and, on a GPU, the device's generator."""
     version, words, gauss = random.getstate()

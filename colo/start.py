@@ -16,6 +16,7 @@ from colo.ranks import Ranks, join_engine_group, start_ranks
 from colo.recipe import config_hash, load_config
 from colo.rl.prompts import load_prompts
 from colo.rl.rewards import Rewards
+from colo.rng import seed_generators
 from colo.types import Prompt
 
 REFUSED = 2
@@ -45,7 +46,9 @@ def start(arguments: Sequence[str], *, needs_eval_prompts: bool = False) -> Run:
     """
     ranks = start_ranks()
     logging.basicConfig(
-        level=logging.INFO if ranks.is_main else logging.WARNING, format="[%(levelname)s] %(message)s", stream=sys.stderr
+        level=logging.INFO if ranks.is_main else logging.WARNING,
+        format="[%(levelname)s] %(message)s",
+        stream=sys.stderr,
     )
     logging.getLogger("httpx").setLevel(logging.WARNING)
     return or_refused(lambda: _checked(arguments, ranks, needs_eval_prompts), ranks)
@@ -67,19 +70,26 @@ def _checked(arguments: Sequence[str], ranks: Ranks, needs_eval_prompts: bool) -
     hashes = ranks.gather(config_hash(config), "comparing the recipe")
     differ = [str(rank) for rank, other in enumerate(hashes) if other != hashes[0]]
     if differ:
-        raise ValueError(f"the recipe must be the same on every rank, got another than rank 0's on rank {', '.join(differ)}")
+        raise ValueError(
+            f"the recipe must be the same on every rank, got another than rank 0's on rank {', '.join(differ)}"
+        )
     check_config(config, ranks.world_size)
     if needs_eval_prompts and not config.eval_prompts:
         raise ValueError(f"eval_prompts must be a JSONL file or a function's dotted path, got {config.eval_prompts!r}")
     join_engine_group(ranks, config.engine.tensor_parallel_size, config.ranks.timeout_s)
     ranks.notice_s = config.ranks.notice_s
+    seed_generators(config.seed, ranks.rank)
     folder = ranks.from_main(lambda: model_folder(config), "finding the model")
 
     def read() -> Run:
         check_length(config, folder)
         tokenizer = AutoTokenizer.from_pretrained(folder)
         prompts = load_prompts(config.prompts, "prompts", tokenizer, config.rollout)
-        held_out = load_prompts(config.eval_prompts, "eval_prompts", tokenizer, config.rollout) if config.eval_prompts else None
+        held_out = (
+            load_prompts(config.eval_prompts, "eval_prompts", tokenizer, config.rollout)
+            if config.eval_prompts
+            else None
+        )
         rewards = Rewards(config.reward_weights, config.scoring)
         rewards.check(prompts.prompts, "prompts")
         if held_out:

@@ -14,7 +14,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         marker = item.get_closest_marker("gpu")
         needed = marker.args[0] if marker and marker.args else 1
         if marker and torch.cuda.device_count() < needed:
-            item.add_marker(pytest.mark.skip(reason=f"needs {needed} GPUs, this machine has {torch.cuda.device_count()}"))
+            item.add_marker(
+                pytest.mark.skip(reason=f"needs {needed} GPUs, this machine has {torch.cuda.device_count()}")
+            )
 
 
 @pytest.fixture(scope="session")

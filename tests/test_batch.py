@@ -83,6 +83,8 @@ def test_every_loss_token_trains_once_however_the_step_is_cut_up(group_size: int
     config = make_config(batch=BatchConfig(max_tokens=max_tokens), update=UpdateConfig(num_minibatches=2))
     shares = [make_batch(four_groups(), config, group_rank=rank, group_size=group_size) for rank in range(group_size)]
     assert sorted(token for share in shares for token in trained_tokens(share)) == whole
+    num_sequences = [share.metrics["num_sequences"] for share in shares]
+    assert max(num_sequences) - min(num_sequences) <= 1
     for micro in (micro for share in shares for minibatch in share.minibatches for micro in minibatch):
         assert micro.token_ids_BT.numel() <= max_tokens or micro.token_ids_BT.shape[0] == 1
         assert not micro.loss_mask_BT[:, 0].any()

@@ -104,7 +104,7 @@ def _save_and_load(ranks: Ranks, run_dir: Path, model_folder: Path) -> dict[str,
         "rng": drawn == _draws(),
         "drawn": drawn,
         "folders": [path.name for path in sorted((run_dir / "checkpoints").iterdir())],
-        "files": sorted(path.name for path in folder.glob("*.safetensors*")),
+        "files": sorted(str(path.relative_to(folder)) for path in folder.rglob("*.safetensors*")),
     }
 
 
@@ -127,9 +127,9 @@ def test_each_rank_gets_back_what_was_saved_and_older_checkpoints_are_deleted(
             "model-00001-of-00002.safetensors",
             "model-00002-of-00002.safetensors",
             "model.safetensors.index.json",
-            "optimizer-00001-of-00002.safetensors",
-            "optimizer-00002-of-00002.safetensors",
-            "optimizer.safetensors.index.json",
+            "optimizer/optimizer-00001-of-00002.safetensors",
+            "optimizer/optimizer-00002-of-00002.safetensors",
+            "optimizer/optimizer.safetensors.index.json",
         ],
     }
 
@@ -169,7 +169,7 @@ def test_a_damaged_file_is_named_and_the_checkpoint_before_it_is_offered(
     assert find_checkpoint(tmp_path, "auto") == second
     assert find_checkpoint(tmp_path, str(first)) == first
 
-    path = second / "optimizer.safetensors"
+    path = second / "optimizer" / "optimizer.safetensors"
     content = bytearray(path.read_bytes())
     content[-1] ^= 1
     path.write_bytes(content)
@@ -178,12 +178,12 @@ def test_a_damaged_file_is_named_and_the_checkpoint_before_it_is_offered(
     for resume in ("auto", str(second)):
         with pytest.raises(ValueError, match="resume must be") as raised:
             find_checkpoint(tmp_path, resume)
-        assert str(raised.value) == f"{limit}optimizer.safetensors has another sha256; {offer}"
+        assert str(raised.value) == f"{limit}optimizer/optimizer.safetensors has another sha256; {offer}"
 
     path.write_bytes(content[:-1])
-    assert find_damage(second) == f"optimizer.safetensors has {len(content) - 1} bytes, not {len(content)}"
+    assert find_damage(second) == f"optimizer/optimizer.safetensors has {len(content) - 1} bytes, not {len(content)}"
     path.unlink()
-    assert find_damage(second) == "optimizer.safetensors is missing"
+    assert find_damage(second) == "optimizer/optimizer.safetensors is missing"
     (second / "manifest.json").write_text("{")
     assert "manifest.json is damaged" in str(find_damage(second))
     (first / "trainer.json").unlink()

@@ -38,7 +38,9 @@ def _config(depth: str = "2") -> Config:
         reward="colo.rl.tasks.letters_reward",
         num_steps=1,
         rollout=RolloutConfig(max_prompt_tokens=64, max_new_tokens=32),
-        engine=EngineConfig(sleep=depth, vllm={"enforce_eager": True, "kv_cache_memory_bytes": 32 << 20, "block_size": 32}),
+        engine=EngineConfig(
+            sleep=depth, vllm={"enforce_eager": True, "kv_cache_memory_bytes": 32 << 20, "block_size": 32}
+        ),
         policy=PolicyConfig(compute_dtype="float32"),
     )
 
@@ -92,7 +94,9 @@ def _life(ranks: Ranks, folder: Path, family: str) -> dict[str, Any]:
     }
     sleep = engine._parts.cpu_sleep
     assert sleep is not None
-    held = sum({p.untyped_storage()._cdata: p.untyped_storage().nbytes() for p in engine._parts.model.parameters()}.values())
+    held = sum(
+        {p.untyped_storage()._cdata: p.untyped_storage().nbytes() for p in engine._parts.model.parameters()}.values()
+    )
     saw["asleep_bytes"] = (held, sleep.freed_bytes)
     weights = load_file(folder / "model.safetensors")
     saw["refused_asleep"] = [
@@ -203,7 +207,9 @@ def _drive_by_hand(engine: Engine, weights: dict[str, torch.Tensor]) -> list[str
     return saw
 
 
-@pytest.fixture(scope="module", params=[*CASES, *(pytest.param(case, marks=pytest.mark.slow) for case in SLOW_CASES)], ids=str)
+@pytest.fixture(
+    scope="module", params=[*CASES, *(pytest.param(case, marks=pytest.mark.slow) for case in SLOW_CASES)], ids=str
+)
 def life(request: pytest.FixtureRequest, tiny_models: dict[str, Path]) -> tuple[str, int, list[dict[str, Any]]]:
     """(family, tensor-parallel size, what each rank saw)."""
     family, size = request.param
@@ -236,7 +242,9 @@ def test_building_leaves_every_generator_as_it_was(life: tuple[str, int, list[di
     assert all(rank["generators_kept"] for rank in life[2])
 
 
-def test_sleep_frees_the_weights_and_a_wake_without_a_reload_holds_nan(life: tuple[str, int, list[dict[str, Any]]]) -> None:
+def test_sleep_frees_the_weights_and_a_wake_without_a_reload_holds_nan(
+    life: tuple[str, int, list[dict[str, Any]]],
+) -> None:
     for rank in life[2]:
         assert rank["asleep_bytes"][0] == 0
         assert rank["asleep_bytes"][1] > 30 << 20  # 32 MiB of KV cache and the weights
@@ -250,7 +258,9 @@ def test_engine_logprobs_are_those_of_the_reloaded_weights(life: tuple[str, int,
         assert rank["moved_tokens"] != rank["tokens"][0]
 
 
-def test_the_same_weights_and_seeds_give_the_same_tokens_after_a_cycle(life: tuple[str, int, list[dict[str, Any]]]) -> None:
+def test_the_same_weights_and_seeds_give_the_same_tokens_after_a_cycle(
+    life: tuple[str, int, list[dict[str, Any]]],
+) -> None:
     family, size, saw = life
     for rank in saw:
         assert rank["tokens"][0] == rank["tokens"][1]
@@ -268,7 +278,9 @@ def test_the_first_request_after_a_reload_finds_no_cached_prefix(life: tuple[str
     assert all(rank["cached"][0] == 0 for rank in life[2])
 
 
-def test_a_reload_that_leaves_a_parameter_out_is_stale_until_a_whole_one(life: tuple[str, int, list[dict[str, Any]]]) -> None:
+def test_a_reload_that_leaves_a_parameter_out_is_stale_until_a_whole_one(
+    life: tuple[str, int, list[dict[str, Any]]],
+) -> None:
     for rank in life[2]:
         missing, state, refusal, repaired = rank["half"]
         assert missing == "the reload left 1 of the engine's parameters unwritten: model.norm.weight"

@@ -32,19 +32,20 @@ def policy_logprobs(values: list[float]) -> Tensor:
 
 
 def test_ratio_clip_and_gradient_worked_by_hand() -> None:
-    # ratios 1.5, 1.5, 0.5, 0.5 with advantages 1, -1, 1, -1: the clip at 1.28 and 0.8 bites in the first and the last
-    old, ratios, advantages = [-1.0] * 4, [1.5, 1.5, 0.5, 0.5], [1.0, -1.0, 1.0, -1.0]
+    # the clip at 1.28 and 0.8 bites in the first two and the last three
+    old, ratios = [-1.0] * 7, [1.5, 1.5, 1.5, 0.5, 0.5, 0.5, 0.5]
+    advantages = [1.0, 1.0, -1.0, 1.0, -1.0, -1.0, -1.0]
     old_BT, batch = one_token_rows(old, old, advantages)
     policy_BT = policy_logprobs([-1.0 + math.log(ratio) for ratio in ratios])
     total, sums = clipped_loss(policy_BT, old_BT, batch, LossConfig(clip_low=0.2, clip_high=0.28), None)
-    assert total.item() == pytest.approx(-1.28 + 1.5 - 0.5 + 0.8)
+    assert total.item() == pytest.approx(2 * -1.28 + 1.5 - 0.5 + 3 * 0.8)
     total.backward()
     assert policy_BT.grad is not None
-    expected = torch.tensor([[0.0, 0.0], [0.0, 1.5], [0.0, -0.5], [0.0, 0.0]])  # -A * ratio, or 0 where clipped
-    torch.testing.assert_close(policy_BT.grad, expected)
+    expected = torch.tensor([0.0, 0.0, 1.5, -0.5, 0.0, 0.0, 0.0])  # -A * ratio, or 0 where clipped
+    torch.testing.assert_close(policy_BT.grad[:, 1], expected)
     assert {name: value.item() for name, value in sums.items()} == {
-        "num_clipped_low": 1,
-        "num_clipped_high": 1,
+        "num_clipped_low": 3,
+        "num_clipped_high": 2,
         "num_importance_capped": 0,
     }
 

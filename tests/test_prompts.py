@@ -87,7 +87,7 @@ def test_no_bos_where_the_tokenizer_starts_text_without_one(tmp_path: Path, toke
 
 
 def test_no_eos_ends_a_prompt(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
-    put_around_text(tokenizer, "$A <eos>", "<eos>", tokenizer.convert_tokens_to_ids("<eos>"))
+    put_around_text(tokenizer, "$A <eos>", "<eos>", tokenizer.get_vocab()["<eos>"])
     source = write_lines(tmp_path / "p.jsonl", {"prompt": "hi"})
     assert load_prompts(source, "prompts", tokenizer, ROLLOUT).prompts[0].token_ids == as_bytes(tokenizer, "hi")
 

@@ -84,9 +84,9 @@ def test_scores_are_weighted_sums_of_what_the_functions_return() -> None:
 
 
 def test_a_function_with_kwargs_gets_every_field_and_the_prompt() -> None:
-    with rewards_of("count_fields") as rewards:
+    with rewards_of("count_fields", "count_others") as rewards:
         item = Prompt(row=0, token_ids=[1], text="3", fields={"b": 2, "answer": 1})
-        assert rewards.score([(item, "completion")])[0].total == 123.0
+        assert list(rewards.score([(item, "completion")])[0].by_function.values()) == [123.0, 23.0]
 
 
 def test_a_thousand_cheap_scores_take_a_fraction_of_a_second() -> None:

@@ -104,7 +104,7 @@ def test_stopped_by_sigkill_and_started_again_gives_the_same_numbers(tmp_path: P
     for step in range(8):
         name = f"rollouts/step-{step}.jsonl"
         assert (cut / name).read_bytes() == (whole / name).read_bytes()
-    for name in ("model.safetensors", "optimizer.safetensors", "trainer.json"):
+    for name in ("model.safetensors", "optimizer/optimizer.safetensors", "trainer.json"):
         checkpoint = f"checkpoints/step-8/{name}"
         assert (cut / checkpoint).read_bytes() == (whole / checkpoint).read_bytes()
 

@@ -157,7 +157,11 @@ def _kv_caches(llm: "LLM") -> list[torch.Tensor]:
     for layer in layers:
         if "kv_cache" in vars(layer):
             cache = layer.kv_cache
-            found += [tensor for tensor in (cache if isinstance(cache, (list, tuple)) else [cache]) if isinstance(tensor, torch.Tensor)]
+            found += [
+                tensor
+                for tensor in (cache if isinstance(cache, (list, tuple)) else [cache])
+                if isinstance(tensor, torch.Tensor)
+            ]
     return found
 
 
@@ -166,7 +170,12 @@ def _kept_process_state() -> Iterator[None]:
     """Undo what building an engine does to this process: it seeds every generator, freezes the collector, renames hosts."""
     cuda = torch.cuda.is_available()
     local_world_size = os.environ.get("LOCAL_WORLD_SIZE")
-    kept = (random.getstate(), np.random.get_state(), torch.get_rng_state(), torch.cuda.get_rng_state() if cuda else None)
+    kept = (
+        random.getstate(),
+        np.random.get_state(),
+        torch.get_rng_state(),
+        torch.cuda.get_rng_state() if cuda else None,
+    )
     yield
     random.setstate(kept[0])
     np.random.set_state(kept[1])

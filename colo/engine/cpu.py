@@ -62,7 +62,12 @@ def _repair_draft_sampling() -> None:
 
 
 def _expand_kernel(
-    output: Tensor, values: Tensor, cumulative_counts: Tensor, replace_from: float, replace_to: float, MAX_NUM_TOKENS: int = 0
+    output: Tensor,
+    values: Tensor,
+    cumulative_counts: Tensor,
+    replace_from: float,
+    replace_to: float,
+    MAX_NUM_TOKENS: int = 0,
 ) -> None:
     """output[i] = the value of the request that token i belongs to, `replace_from` turned into `replace_to`."""
     del MAX_NUM_TOKENS  # the kernel's block size; there are no blocks here
@@ -80,7 +85,9 @@ def _name_shared_memory_by_run() -> None:
 
     plain = _CPUSHMDistributed.make_group_name
     run = f"{os.environ.get('TORCHELASTIC_RUN_ID', 'run')}-{os.environ['MASTER_PORT']}".replace("/", "-")
-    _CPUSHMDistributed.make_group_name = staticmethod(lambda communicator: f"{run}-{plain(communicator).replace('/', '-')}")
+    _CPUSHMDistributed.make_group_name = staticmethod(
+        lambda communicator: f"{run}-{plain(communicator).replace('/', '-')}"
+    )
 
 
 class CpuSleep:
@@ -163,7 +170,11 @@ def find_packed_experts(model: nn.Module, folder_weights: NamedTensors) -> list[
     Raises:
         ValueError: it does not; such a model cannot be reloaded in place.
     """
-    packed = {module: [w.detach().clone() for w in _expert_weights(module)] for module in model.modules() if _expert_kernel(module)}
+    packed = {
+        module: [w.detach().clone() for w in _expert_weights(module)]
+        for module in model.modules()
+        if _expert_kernel(module)
+    }
     if not packed:
         return []
     with torch.no_grad():
@@ -172,7 +183,9 @@ def find_packed_experts(model: nn.Module, folder_weights: NamedTensors) -> list[
     repack_experts(needy)
     for module in needy:
         if not _holds(module, packed[module]):
-            raise ValueError(f"model must have experts that can be reloaded in place, got {type(module).__name__} that cannot")
+            raise ValueError(
+                f"model must have experts that can be reloaded in place, got {type(module).__name__} that cannot"
+            )
     return needy
 
 

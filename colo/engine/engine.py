@@ -241,11 +241,15 @@ def _to_completion(request: Request, output: Any) -> Completion:
     token_ids, where = list(sampled.token_ids), f"completion {request.sample} of prompt {request.slot}"
     flat = sampled.logprobs
     if flat is None or len(flat.start_indices) != len(token_ids):
-        raise RuntimeError(f"{where}: {0 if flat is None else len(flat.start_indices)} logprobs for {len(token_ids)} tokens")
+        raise RuntimeError(
+            f"{where}: {0 if flat is None else len(flat.start_indices)} logprobs for {len(token_ids)} tokens"
+        )
     logprobs = []
     for position, (start, token) in enumerate(zip(flat.start_indices, token_ids, strict=True)):
         if flat.token_ids[start] != token:
-            raise RuntimeError(f"{where}: the logprob at position {position} is of token {flat.token_ids[start]}, not {token}")
+            raise RuntimeError(
+                f"{where}: the logprob at position {position} is of token {flat.token_ids[start]}, not {token}"
+            )
         logprobs.append(flat.logprobs[start])
     if sampled.weight_versions is None:
         raise RuntimeError(f"{where}: no weight version was reported")
@@ -258,4 +262,3 @@ def _to_completion(request: Request, output: Any) -> Completion:
         spans=[WeightVersionSpan(version=s.version, start=s.start, end=s.end) for s in sampled.weight_versions],
         num_cached_tokens=output.num_cached_tokens or 0,
     )
-

@@ -83,7 +83,15 @@ NEXT_CALL = {
     Phase.BROKEN: "end the process",
 }
 ALLOWED: dict[Phase, set[Call]] = {
-    Phase.STALE: {Call.RELOAD, Call.START_UPDATE, Call.SLEEP, Call.WAKE_WEIGHTS, Call.WAKE_KV, Call.RPC, Call.RPC_READ_ONLY},
+    Phase.STALE: {
+        Call.RELOAD,
+        Call.START_UPDATE,
+        Call.SLEEP,
+        Call.WAKE_WEIGHTS,
+        Call.WAKE_KV,
+        Call.RPC,
+        Call.RPC_READ_ONLY,
+    },
     Phase.UPDATING: {Call.UPDATE, Call.FINISH_UPDATE, Call.CANCEL_UPDATE},
     Phase.LOADED: {
         Call.RELOAD,
@@ -147,14 +155,20 @@ def _reason(state: EngineState, call: Call, in_flight: int, depth: str) -> tuple
         if phase is Phase.ASLEEP and call is Call.WAKE_KV:
             return "weights are woken first", f"call {Call.WAKE_WEIGHTS}"
         if call in ALLOWED[Phase.UPDATING]:
-            return "no weight update is under way", f"call {Call.START_UPDATE}" if phase is not Phase.ASLEEP else NEXT_CALL[phase]
+            return (
+                "no weight update is under way",
+                f"call {Call.START_UPDATE}" if phase is not Phase.ASLEEP else NEXT_CALL[phase],
+            )
         return _HOLDS[phase], NEXT_CALL[phase]
     if call is Call.GENERATE and state.paused:
         return "it is paused", f"call {Call.RESUME}"
     if call is Call.SLEEP and phase is Phase.ASLEEP and depth != state.depth:
         return f"it sleeps at depth {state.depth}, not {depth}", f"call {Call.WAKE_WEIGHTS} first"
     if call in NEEDS_QUIET and phase is Phase.READY and in_flight and not state.paused:
-        return f"{in_flight} requests are in flight", f"call {Call.STEP} until they are finished, {Call.ABORT} or {Call.PAUSE}"
+        return (
+            f"{in_flight} requests are in flight",
+            f"call {Call.STEP} until they are finished, {Call.ABORT} or {Call.PAUSE}",
+        )
     return None
 
 
@@ -175,7 +189,9 @@ def after_build() -> EngineState:
 def after_sleep(state: EngineState, depth: str) -> EngineState:
     """Depth none frees nothing and kv frees the cache; both still mean that old weights may not generate again."""
     if depth in ("none", "kv"):
-        return EngineState(phase=Phase.STALE, why=f"slept at depth {depth}", has_kv=depth == "none", paused=state.paused)
+        return EngineState(
+            phase=Phase.STALE, why=f"slept at depth {depth}", has_kv=depth == "none", paused=state.paused
+        )
     return EngineState(phase=Phase.ASLEEP, depth=depth, has_kv=False, paused=state.paused)
 
 

@@ -43,7 +43,11 @@ def _byte_tokenizer() -> PreTrainedTokenizerFast:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>", chat_template=CHAT_TEMPLATE, model_max_length=512
+        tokenizer_object=tokenizer,
+        pad_token="<pad>",
+        eos_token="<eos>",
+        chat_template=CHAT_TEMPLATE,
+        model_max_length=512,
     )
 
 
@@ -64,5 +68,11 @@ def _config(family: str, vocab_size: int, dtype: torch.dtype) -> PretrainedConfi
         "dtype": dtype,
     }
     if family == "qwen3_moe":
-        shape |= {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True, "decoder_sparse_step": 1}
+        shape |= {
+            "num_experts": 8,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 32,
+            "norm_topk_prob": True,
+            "decoder_sparse_step": 1,
+        }
     return CONFIG_MAPPING[MODEL_TYPES.get(family, family)](**shape)

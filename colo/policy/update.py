@@ -199,6 +199,7 @@ def _optimizer_step(policy: "Policy", minibatch: _Minibatch, loss: float) -> tup
         for rank, row in enumerate(rows):
             if not math.isfinite(row[column]):
                 policy.optimizer.zero_grad()
+                policy.ranks.give_way(rank)
                 raise RuntimeError(
                     f"optimizer update {policy.num_updates}: {what} must be finite, got {row[column]} on rank {rank}"
                 )

@@ -103,6 +103,7 @@ class Rewards:
         self._connection.close()
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)  # the worker leads a group: a reward's own children end too
+        self._process.kill()
         self._process.wait()
         self._process = self._connection = None
 

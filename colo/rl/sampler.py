@@ -91,7 +91,9 @@ class Scorer:
         """
         ranks = self._ranks
         for group in groups:
-            group.texts = self._tokenizer.batch_decode([c.token_ids for c in group.completions], skip_special_tokens=True)
+            group.texts = self._tokenizer.batch_decode(
+                [c.token_ids for c in group.completions], skip_special_tokens=True
+            )
         items = [(group.prompt, text) for group in groups for text in group.texts]
         share = ranks.agreed(lambda: self._rewards.score(items[ranks.group_rank :: ranks.tensor_parallel_size]), what)
         scores = [share[rank][place] for place, rank in self._dealt(len(items))]
@@ -108,7 +110,9 @@ class Scorer:
         metrics = rollout_metrics(totals, ranks.max(longest_completion(groups), what))
         metrics |= {"reward/num_timeouts": totals["timeouts"], "engine/cached_tokens": totals["cached_tokens"]}
         if len(self._rewards.names) > 1:
-            metrics |= {f"reward/{name}": totals[f"by/{name}"] / totals["num_completions"] for name in self._rewards.names}
+            metrics |= {
+                f"reward/{name}": totals[f"by/{name}"] / totals["num_completions"] for name in self._rewards.names
+            }
         return metrics
 
     def _dealt(self, num_items: int) -> list[tuple[int, int]]:
@@ -154,7 +158,9 @@ def save_rollout(run_dir: Path, step: int, groups: list[Group], ranks: Ranks) ->
     def write() -> None:
         path = run_dir / "rollouts" / f"step-{step}.jsonl"
         path.parent.mkdir(parents=True, exist_ok=True)
-        lines = sorted((row for rank_rows in gathered for row in rank_rows), key=lambda row: (row["slot"], row["sample"]))
+        lines = sorted(
+            (row for rank_rows in gathered for row in rank_rows), key=lambda row: (row["slot"], row["sample"])
+        )
         partial = path.with_suffix(".partial")
         partial.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in lines))
         partial.replace(path)
