@@ -5,6 +5,7 @@ size, are in `check_config`. Each raises a ValueError whose first line names the
 the value. Nothing assigns to a config after `colo.recipe.load_config` has built it.
 """
 
+import json
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,8 @@ OWNED_BY_COLO = (
     "tokenizer",
 )
 """vLLM options that colo sets itself; in `engine.vllm` they are refused."""
+NOT_TRAINED = {"vision_config": "vision", "audio_config": "audio"}
+"""What a model's config.json has where the model takes more than text; such a model is refused."""
 
 
 def _check(option: str, holds: bool, limit: str, value: Any) -> None:
@@ -100,6 +103,10 @@ class EngineConfig:
         for name in self.vllm:
             if name in OWNED_BY_COLO:
                 raise ValueError(f"engine.vllm.{name} must be left out (colo sets it), got {self.vllm[name]!r}")
+        if "enable_lora" in self.vllm:
+            raise ValueError(
+                f"engine.vllm.enable_lora must be left out (LoRA: not built yet), got {self.vllm['enable_lora']!r}"
+            )
 
 
 @dataclass(kw_only=True)
@@ -230,11 +237,13 @@ class Config:
     """A run. Recipes in recipes/ are values of this."""
 
     model: str = MISSING
-    """A folder in the Hugging Face layout, or tiny:FAMILY (random, two layers, made in run_dir): qwen3, qwen2, llama, gemma3, qwen3_moe."""
+    """A folder in the Hugging Face layout, or tiny:FAMILY (random, two layers, made in run_dir; FAMILY is qwen3, qwen2,
+    llama, gemma3 or qwen3_moe)."""
     run_dir: str = MISSING
     """Everything the run leaves behind; made if it is missing."""
     prompts: str = MISSING
-    """A JSONL file (`prompt` or chat `messages`, and any fields), or the dotted path of a function that returns such rows."""
+    """A JSONL file (`prompt` or chat `messages`, and any fields), or the dotted path of a function that returns such
+    rows."""
     reward: Any = MISSING
     """The dotted path of a function, or a map of dotted path to weight."""
     num_steps: int = MISSING
@@ -252,7 +261,8 @@ class Config:
     keep_checkpoints: int = 2
     """Older ones are deleted once a newer one is complete."""
     resume: str = "auto"
-    """auto (the newest checkpoint in run_dir, else a new run), never (a run_dir that holds a run is refused), or a checkpoint's folder."""
+    """auto (the newest checkpoint in run_dir, else a new run), never (a run_dir that holds a run is refused), or a
+    checkpoint's folder."""
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)
     policy: PolicyConfig = field(default_factory=PolicyConfig)
@@ -334,6 +344,11 @@ def check_config(config: Config, world_size: int) -> None:
         )
     if not config.model.startswith(TINY) and not (Path(config.model) / "config.json").is_file():
         raise ValueError(f"model must be a folder that holds config.json, or tiny:FAMILY, got {config.model!r}")
+    if not config.model.startswith(TINY):
+        shape = json.loads((Path(config.model) / "config.json").read_text())
+        for key, what in NOT_TRAINED.items():
+            if key in shape:
+                raise ValueError(f"model must be of text alone ({what}: not built yet), got {key} in {config.model!r}")
     for option in ("prompts", "eval_prompts"):
         source = getattr(config, option)
         if source and ("/" in source or source.endswith(".jsonl")) and not Path(source).is_file():
@@ -341,8 +356,10 @@ def check_config(config: Config, world_size: int) -> None:
     if config.resume not in ("auto", "never") and not Path(config.resume).is_dir():
         raise ValueError(f"resume must be auto, never or a checkpoint's folder, got {config.resume!r}")
     needed = config.rollout.max_prompt_tokens + config.rollout.max_new_tokens
-    limit = config.engine.vllm.get("max_model_len")
-    if limit is not None and needed > int(limit):
+    limit = config.engine.vllm.get("max_model_len", needed)
+    _check("engine.vllm.max_model_len", type(limit) is int, "an integer", limit)
+    if needed > limit:
         raise ValueError(
-            f"rollout.max_prompt_tokens + rollout.max_new_tokens must be at most engine.vllm.max_model_len {limit}, got {needed}"
+            f"rollout.max_prompt_tokens + rollout.max_new_tokens must be at most engine.vllm.max_model_len {limit}, "
+            f"got {needed}"
         )

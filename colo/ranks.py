@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import _set_pg_timeout
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -174,7 +175,8 @@ def start_ranks(*, tensor_parallel_size: int = 1, timeout_s: float = 7200.0, not
     cuda = torch.cuda.is_available()
     if cuda and local_rank >= torch.cuda.device_count():
         raise RuntimeError(
-            f"ranks per host must be at most its number of GPUs {torch.cuda.device_count()}, got local rank {local_rank}"
+            f"ranks per host must be at most its number of GPUs {torch.cuda.device_count()}, "
+            f"got local rank {local_rank}"
         )
     device = torch.device("cuda", local_rank) if cuda else torch.device("cpu")
     if cuda:
@@ -202,11 +204,15 @@ def start_ranks(*, tensor_parallel_size: int = 1, timeout_s: float = 7200.0, not
 
 
 def join_engine_group(ranks: Ranks, tensor_parallel_size: int, timeout_s: float) -> None:
-    """Make one gloo group per engine: consecutive ranks, as vLLM forms them. Collective."""
+    """Make one gloo group per engine: consecutive ranks, as vLLM forms them. Collective.
+
+    `timeout_s` holds for the default group too, which was made before the recipe was read.
+    """
     ranks.tensor_parallel_size = tensor_parallel_size
+    timeout = datetime.timedelta(seconds=timeout_s)
+    _set_pg_timeout(timeout)
     if tensor_parallel_size == 1:
         return
-    timeout = datetime.timedelta(seconds=timeout_s)
     for first in range(0, ranks.world_size, tensor_parallel_size):
         members = list(range(first, first + tensor_parallel_size))
         group = dist.new_group(members, backend="gloo", timeout=timeout)  # every rank makes every group

@@ -91,6 +91,10 @@ def _first_line(arguments: list[str]) -> str:
         ("update.lr=nan", "update.lr must be at least 0, got nan"),
         ("engine.sleep=auto", "engine.sleep must be one of none, 1, 2, got 'auto': not built yet"),
         ("engine.vllm.seed=3", "engine.vllm.seed must be left out (colo sets it), got 3"),
+        (
+            "engine.vllm.enable_lora=true",
+            "engine.vllm.enable_lora must be left out (LoRA: not built yet), got True",
+        ),
         ("reward={a.b: high}", "reward must be a map of dotted path to number, got {'a.b': 'high'}"),
         ("model=???", "model must be set, got nothing"),
         ("model=${nope}", "model must be a value that resolves, got '${nope}'"),
@@ -166,6 +170,7 @@ def test_an_unknown_recipe_is_refused_with_those_there_are(tmp_path: Path) -> No
             ["prompts=no/such.jsonl"],
             "prompts must be a JSONL file that exists, or a function's dotted path, got 'no/such.jsonl'",
         ),
+        (2, ["engine.vllm.max_model_len=long"], "engine.vllm.max_model_len must be an integer, got 'long'"),
         (2, ["resume=no/such"], "resume must be auto, never or a checkpoint's folder, got 'no/such'"),
     ],
 )
@@ -173,6 +178,14 @@ def test_what_needs_the_world_size_or_the_disk_is_refused(world_size: int, overr
     with pytest.raises(ValueError, match=r" must | is not ") as raised:
         check_config(load_config([*DEBUG, *overrides]), world_size)
     assert str(raised.value) == message
+
+
+def test_a_model_that_sees_images_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "qwen3_vl", "vision_config": {}}')
+    with pytest.raises(
+        ValueError, match=r"^model must be of text alone \(vision: not built yet\), got vision_config in"
+    ):
+        check_config(load_config([*DEBUG, f"model={tmp_path}"]), 2)
 
 
 def test_reading_a_recipe_imports_neither_torch_nor_vllm_and_writes_nothing(tmp_path: Path) -> None:

@@ -217,7 +217,7 @@ def life(request: pytest.FixtureRequest, tiny_models: dict[str, Path]) -> tuple[
 
 
 def test_an_engine_lives_by_its_states(life: tuple[str, int, list[dict[str, Any]]]) -> None:
-    family, size, saw = life
+    _, _, saw = life
     for rank in saw:
         assert rank["after_build"] == "ASLEEP(2)"
         assert [message.split(": ")[1].split(" is")[0] for message in rank["refused_asleep"]] == [
@@ -261,7 +261,7 @@ def test_engine_logprobs_are_those_of_the_reloaded_weights(life: tuple[str, int,
 def test_the_same_weights_and_seeds_give_the_same_tokens_after_a_cycle(
     life: tuple[str, int, list[dict[str, Any]]],
 ) -> None:
-    family, size, saw = life
+    _, _, saw = life
     for rank in saw:
         assert rank["tokens"][0] == rank["tokens"][1]
         assert rank["greedy_agree"]
@@ -290,7 +290,7 @@ def test_a_reload_that_leaves_a_parameter_out_is_stale_until_a_whole_one(
 
 
 def test_ranks_of_one_engine_that_sample_apart_are_named(life: tuple[str, int, list[dict[str, Any]]]) -> None:
-    family, size, saw = life
+    _, size, saw = life
     if size == 2:
         assert {rank["desync"] for rank in saw} == {
             "rollout: the ranks of one engine sampled different tokens: rank 0 and rank 1"

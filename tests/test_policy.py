@@ -111,10 +111,10 @@ def test_packed_experts_are_boxes_of_one_parameter(tiny_models: dict[str, Path])
     assert pieces[f"{experts}.3.up_proj.weight"] == Piece(
         name=f"{experts}.3.up_proj.weight",
         parameter=f"{experts}.gate_up_proj",
-        box=((3, 1), (32, 32), (0, 64)),
-        shape=(32, 64),
+        box=((3, 1), (128, 128), (0, 64)),
+        shape=(128, 64),
     )
-    assert pieces[f"{experts}.7.down_proj.weight"].box == ((7, 1), (0, 64), (0, 32))
+    assert pieces[f"{experts}.7.down_proj.weight"].box == ((7, 1), (0, 64), (0, 128))
 
 
 def test_tied_heads_appear_once_and_untied_ones_by_name(tiny_models: dict[str, Path]) -> None:
@@ -164,7 +164,7 @@ def _load_changed(source: Path, folder: Path, changes: dict[str, Tensor | None])
 def test_a_missing_tensor_is_refused_by_name(tiny_models: dict[str, Path], tmp_path: Path) -> None:
     name = "model.layers.1.mlp.experts.5.up_proj.weight"
     with pytest.raises(
-        ValueError, match=rf"^model must have the tensor {name} \[32, 64\], got qwen3_moe in .* without"
+        ValueError, match=rf"^model must have the tensor {name} \[128, 64\], got qwen3_moe in .* without"
     ):
         _load_changed(tiny_models["qwen3_moe"], tmp_path / "model", {name: None})
 

@@ -115,6 +115,24 @@ ONE_OBJECT = "prompts must be one JSON object a line with `prompt` or `messages`
             {"messages": []},
             "prompts must have as `messages` a list of {role, content}, both strings, got '[]' at FILE:3",
         ),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image"}]}]},
+            "prompts must have as `messages` a list of {role, content}, both strings, "
+            "got \"[{'role': 'user', 'content': [{'type': 'image'}]}]\" at FILE:3",
+        ),
+        (
+            {"messages": [{"role": "user", "content": "2 + 3?"}, {"role": "tool", "content": "5"}]},
+            "prompts must have no `messages` of tools (tools: not built yet), got role 'tool' at FILE:3",
+        ),
+        (
+            {"messages": [{"role": "user", "content": "2 + 3?"}], "tools": []},
+            "prompts must have no `tools` beside `messages` (tools: not built yet), got '[]' at FILE:3",
+        ),
+        (
+            {"messages": [{"role": "user", "content": "2 + 3?"}, {"role": "assistant", "content": "5"}]},
+            "prompts must end before the assistant's turn, which is what is sampled (multi-turn: not built yet), "
+            "got role 'assistant' last at FILE:3",
+        ),
         ({"prompt": "x" * 41}, "prompts must be at most rollout.max_prompt_tokens 40 tokens each, got 41 at FILE:3"),
     ],
 )
@@ -135,7 +153,7 @@ def test_bytes_that_are_not_utf8_are_refused_by_their_line(tmp_path: Path) -> No
 
 
 def test_messages_need_a_chat_template_that_takes_them(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
-    source = write_lines(tmp_path / "p.jsonl", GOOD, {"messages": [{"role": "tool", "content": "hi"}]})
+    source = write_lines(tmp_path / "p.jsonl", GOOD, {"messages": [{"role": "critic", "content": "hi"}]})
     tokenizer.chat_template = "{{ raise_exception('no such role') }}"
     with pytest.raises(
         ValueError, match=r"^prompts must be `messages` that the chat template takes, got no such role at .*:2$"

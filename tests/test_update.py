@@ -34,6 +34,8 @@ def _weights(policy: Policy) -> dict[str, Tensor]:
 def _updated(ranks: Ranks, folder: Path, batches: list[Batch], **sections: Any) -> Result:
     policy = Policy(policy_config(folder, **sections), ranks, folder)
     metrics = [policy.update(batch) for batch in batches]
+    for of_update in metrics:
+        assert of_update.pop("time_s/update") > 0  # what no two updates share
     return _weights(policy), metrics
 
 

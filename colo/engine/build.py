@@ -139,15 +139,11 @@ def _vllm_arguments(config: Config, ranks: Ranks, on_cpu: bool) -> dict[str, Any
         "logprobs_mode": config.logprobs_mode,
         "use_tqdm_on_load": False,
     }
-    passed = config.engine.vllm
-    sized = "kv_cache_memory_bytes" in passed or "gpu_memory_utilization" in passed
-    if on_cpu and not sized:
+    if on_cpu:
         arguments["kv_cache_memory_bytes"] = DEFAULT_CPU_KV_BYTES
-    if not on_cpu:
-        arguments["enable_sleep_mode"] = True
-        if not sized:
-            arguments["gpu_memory_utilization"] = DEFAULT_GPU_SHARE
-    return arguments | passed
+    else:
+        arguments |= {"enable_sleep_mode": True, "gpu_memory_utilization": DEFAULT_GPU_SHARE}
+    return arguments | config.engine.vllm
 
 
 def _kv_caches(llm: "LLM") -> list[torch.Tensor]:
@@ -167,7 +163,7 @@ def _kv_caches(llm: "LLM") -> list[torch.Tensor]:
 
 @contextmanager
 def _kept_process_state() -> Iterator[None]:
-    """Undo what building an engine does to this process: it seeds every generator, freezes the collector, renames hosts."""
+    """Undo what a build does to this process: it seeds every generator, freezes the collector, renames hosts."""
     cuda = torch.cuda.is_available()
     local_world_size = os.environ.get("LOCAL_WORLD_SIZE")
     kept = (

@@ -48,7 +48,7 @@ class Engine:
 
     @contextmanager
     def awake(self, weights: NamedTensors, version: str) -> Iterator[None]:
-        """Inside, the engine generates with `weights` and the free memory is its own; outside it is the policy's. Collective.
+        """Inside, the engine generates with `weights` and has the free memory; outside, the policy has it. Collective.
 
         Args:
             weights: Every tensor of the policy, by checkpoint name, in one order on every rank.

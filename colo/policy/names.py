@@ -20,7 +20,7 @@ class Piece:
     """A folder's tensor as a box of one parameter or persistent buffer.
 
     Example: Piece(name="model.layers.0.mlp.experts.3.up_proj.weight",
-        parameter="model.layers.0.mlp.experts.gate_up_proj", box=((3, 1), (32, 32), (0, 64)), shape=(32, 64))
+        parameter="model.layers.0.mlp.experts.gate_up_proj", box=((3, 1), (128, 128), (0, 64)), shape=(128, 64))
     """
 
     name: str

@@ -67,11 +67,13 @@ def _config(family: str, vocab_size: int, dtype: torch.dtype) -> PretrainedConfi
         "bos_token_id": None,
         "dtype": dtype,
     }
-    if family == "qwen3_moe":
+    if family == "qwen2":  # vLLM takes its heads to be hidden_size / num_attention_heads wide, whatever head_dim says
+        shape["hidden_size"] = shape["num_attention_heads"] * shape["head_dim"]
+    if family == "qwen3_moe":  # vLLM on CPU pads experts whose share of a rank is no multiple of 32 wide
         shape |= {
             "num_experts": 8,
             "num_experts_per_tok": 2,
-            "moe_intermediate_size": 32,
+            "moe_intermediate_size": 128,
             "norm_topk_prob": True,
             "decoder_sparse_step": 1,
         }

@@ -61,9 +61,10 @@ def load_rows(source: str, option: str) -> list[dict[str, Any]]:
 def load_prompts(source: str, option: str, tokenizer: "PreTrainedTokenizerBase", rollout: RolloutConfig) -> PromptSet:
     """Read a prompt source and tokenize it.
 
-    A row has `prompt` (a string) or `messages` (a list of {role, content}, put through the tokenizer's chat template
-    once), and any other fields, which reward functions can ask for. Where the tokenizer starts plain text with a BOS,
-    the token ids start with exactly one, whatever the template or the text adds; where it does not, none is added.
+    A row has `prompt` (a string) or `messages` (a list of {role, content} that ends before the assistant's turn, put
+    through the tokenizer's chat template once), and any other fields, which reward functions can ask for. Where the
+    tokenizer starts plain text with a BOS, the token ids start with exactly one, whatever the template or the text
+    adds; where it does not, none is added.
 
     Raises:
         ValueError: as for `load_rows`; or a row that has not one of the two, is empty, or is longer than
@@ -144,6 +145,11 @@ class _Reader:
             neither = f"neither among its fields {', '.join(map(repr, row)) or '(none)'}"
             got = "both" if len(row) > len(fields) else neither
             raise _row_error(self.option, got, source, index)
+        if "messages" in row and "tools" in row:
+            raise ValueError(
+                f"{self.option} must have no `tools` beside `messages` (tools: not built yet), "
+                f"got {_short(repr(row['tools']))} at {source}:{index + 1}"
+            )
         read = self._read_text if "prompt" in row else self._read_messages
         token_ids, text = read(row["prompt" if "prompt" in row else "messages"], f"{source}:{index + 1}")
         if self.num_bos:
@@ -165,8 +171,9 @@ class _Reader:
         if not _is_chat(messages):
             raise ValueError(
                 f"{self.option} must have as `messages` a list of {{role, content}}, both strings, "
-                f"got {_short(repr(messages))} at {line}"
+                f"got {_short(repr(messages))} at {line}\n(images and tool calls: not built yet)"
             )
+        self._check_roles([message["role"] for message in messages], line)
         if self.tokenizer.chat_template is None:
             raise ValueError(
                 f"{self.option} must have `prompt`, since the model has no chat template, got `messages` at {line}"
@@ -181,6 +188,18 @@ class _Reader:
                 f"{self.option} must be `messages` that the chat template takes, got {error} at {line}"
             ) from error
         return list(encoded["input_ids"]), messages[-1]["content"]
+
+    def _check_roles(self, roles: list[str], line: str) -> None:
+        tool = next((role for role in roles if role in ("tool", "function")), None)
+        if tool is not None:
+            raise ValueError(
+                f"{self.option} must have no `messages` of tools (tools: not built yet), got role {tool!r} at {line}"
+            )
+        if roles[-1] == "assistant":
+            raise ValueError(
+                f"{self.option} must end before the assistant's turn, which is what is sampled "
+                f"(multi-turn: not built yet), got role 'assistant' last at {line}"
+            )
 
 
 def _reader(tokenizer: "PreTrainedTokenizerBase", option: str) -> _Reader:
