@@ -187,6 +187,14 @@ def list_checkpoints(run_dir: Path) -> list[Path]:
     return sorted((path for path in (run_dir / "checkpoints").glob("step-*") if STEP.fullmatch(path.name)), key=_step)
 
 
+def delete_later(run_dir: Path, step: int) -> None:
+    """Delete checkpoints of steps after `step`: a run that was taken up there must not go on from them."""
+    for folder in list_checkpoints(run_dir):
+        if _step(folder) > step:
+            logger.info("deleting %s: the run goes on from step %d", folder, step)
+            _delete(folder)
+
+
 def remove_leftovers(run_dir: Path) -> None:
     """Delete what killed saves left, or put back what one had moved aside; only the run that writes to run_dir may."""
     for folder in (run_dir / "checkpoints").glob(LEFTOVERS):
@@ -261,12 +269,14 @@ def _publish(partial: Path, final: Path) -> None:
 
 
 def _prune(final: Path, keep: int) -> None:
-    folders = list_checkpoints(final.parent.parent)
-    kept = [folder for folder in folders if _step(folder) <= _step(final)][-keep:]
-    for folder in folders:
-        if folder not in kept:
-            # Out of the list in one move: a kill halfway leaves a leftover, not a damaged checkpoint.
-            shutil.rmtree(folder.rename(folder.with_name(f".{folder.name}.deleted-{os.getpid()}")))
+    delete_later(final.parent.parent, _step(final))
+    for folder in list_checkpoints(final.parent.parent)[:-keep]:
+        _delete(folder)
+
+
+def _delete(folder: Path) -> None:
+    # Out of the list in one move: a kill halfway leaves a leftover, not a damaged checkpoint.
+    shutil.rmtree(folder.rename(folder.with_name(f".{folder.name}.deleted-{os.getpid()}")))
 
 
 def _step(folder: Path) -> int:

@@ -12,6 +12,8 @@ from typing import Any
 
 from omegaconf import MISSING
 
+from colo.installed import check_engine_options, is_installed
+
 ALGORITHMS = ("grpo", "dr_grpo", "rloo")
 SLEEP_DEPTHS = ("none", "1", "2")
 DTYPES = ("float32", "bfloat16")
@@ -262,7 +264,8 @@ class Config:
     """Older ones are deleted once a newer one is complete."""
     resume: str = "auto"
     """auto (the newest checkpoint in run_dir, else a new run), never (a run_dir that holds a run is refused), or a
-    checkpoint's folder."""
+    checkpoint's folder (later ones in run_dir are deleted). A run that goes on in its run_dir keeps its options, but
+    for those in colo/resume.py."""
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)
     policy: PolicyConfig = field(default_factory=PolicyConfig)
@@ -323,32 +326,26 @@ class Config:
         return self.num_steps * self.update.num_minibatches * self.update.num_epochs
 
 
-def check_config(config: Config, world_size: int) -> None:
+def check_config(config: Config, world_size: int, *, is_training: bool = True) -> None:
     """Refuse what no single field can refuse, before vLLM is imported or a model is read.
 
+    Args:
+        config: The run's.
+        world_size: Ranks of all hosts.
+        is_training: False for an evaluation, which has no steps to deal over replicas and writes no metrics.
+
     Raises:
-        ValueError: sizes that do not divide, or a folder or file that is not there.
+        ValueError: sizes that do not divide, a folder or file that is not there, a key of engine.vllm that vLLM does
+            not know, or a package that is not installed.
     """
-    size, prompts = config.engine.tensor_parallel_size, config.rollout.num_prompts
+    size = config.engine.tensor_parallel_size
     if world_size % size:
         raise ValueError(f"engine.tensor_parallel_size must divide the number of ranks {world_size}, got {size}")
-    replicas = world_size // size
-    if prompts % replicas:
-        raise ValueError(
-            f"rollout.num_prompts must be a multiple of the {replicas} engine replicas "
-            f"({world_size} ranks / engine.tensor_parallel_size {size}), got {prompts}"
-        )
-    if prompts % config.update.num_minibatches:
-        raise ValueError(
-            f"update.num_minibatches must divide rollout.num_prompts {prompts}, got {config.update.num_minibatches}"
-        )
-    if not config.model.startswith(TINY) and not (Path(config.model) / "config.json").is_file():
-        raise ValueError(f"model must be a folder that holds config.json, or tiny:FAMILY, got {config.model!r}")
+    if is_training:
+        _check_training(config, world_size)
+    check_engine_options(config.engine.vllm)
     if not config.model.startswith(TINY):
-        shape = json.loads((Path(config.model) / "config.json").read_text())
-        for key, what in NOT_TRAINED.items():
-            if key in shape:
-                raise ValueError(f"model must be of text alone ({what}: not built yet), got {key} in {config.model!r}")
+        _check_model_folder(config.model)
     for option in ("prompts", "eval_prompts"):
         source = getattr(config, option)
         if source and ("/" in source or source.endswith(".jsonl")) and not Path(source).is_file():
@@ -363,3 +360,38 @@ def check_config(config: Config, world_size: int) -> None:
             f"rollout.max_prompt_tokens + rollout.max_new_tokens must be at most engine.vllm.max_model_len {limit}, "
             f"got {needed}"
         )
+
+
+def _check_training(config: Config, world_size: int) -> None:
+    size, prompts = config.engine.tensor_parallel_size, config.rollout.num_prompts
+    replicas = world_size // size
+    if prompts % replicas:
+        raise ValueError(
+            f"rollout.num_prompts must be a multiple of the {replicas} engine replicas "
+            f"({world_size} ranks / engine.tensor_parallel_size {size}), got {prompts}"
+        )
+    if prompts % config.update.num_minibatches:
+        raise ValueError(
+            f"update.num_minibatches must divide rollout.num_prompts {prompts}, got {config.update.num_minibatches}"
+        )
+    project = config.tracking.wandb_project
+    if project and not is_installed("wandb"):
+        raise ValueError(
+            f"tracking.wandb_project must be empty without the package wandb (pip install 'colo[wandb]'), "
+            f"got {project!r}"
+        )
+
+
+def _check_model_folder(model: str) -> None:
+    path = Path(model) / "config.json"
+    if not path.is_file():
+        raise ValueError(f"model must be a folder that holds config.json, or tiny:FAMILY, got {model!r}")
+    try:
+        shape = json.loads(path.read_text())
+    except ValueError as error:  # not JSON, or not UTF-8
+        raise ValueError(f"model must be a folder whose config.json is JSON, got {model!r}: {error}") from error
+    if not isinstance(shape, dict):
+        raise ValueError(f"model must be a folder whose config.json is an object, got {model!r} with {shape!r:.80}")
+    for key, what in NOT_TRAINED.items():
+        if key in shape:
+            raise ValueError(f"model must be of text alone ({what}: not built yet), got {key} in {model!r}")

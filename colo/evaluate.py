@@ -2,6 +2,7 @@
 
 import json
 import sys
+import time
 
 from torch.distributed.elastic.multiprocessing.errors import record
 
@@ -20,6 +21,7 @@ class Evaluator:
         self._config = run.config
         self._ranks = run.ranks
         self._prompts = run.eval_prompts
+        self._names = run.rewards.names if len(run.rewards.names) > 1 else []
         self._scorer = Scorer(run.ranks, run.rewards, run.tokenizer)
 
     def is_due(self, step: int) -> bool:
@@ -35,8 +37,10 @@ class Evaluator:
         """Complete and score every held-out prompt. Collective.
 
         Returns:
-            `eval/reward`, `eval/completion_tokens` (mean) and `eval/truncated` (count), over all replicas.
+            `eval/reward`, `eval/completion_tokens` (mean) and `eval/truncated` (count), over all replicas; with several
+            reward functions also `eval/PATH`, the mean of each; and `time_s/evaluate`.
         """
+        started = time.perf_counter()
         slots = list(enumerate(self._prompts))[self._ranks.replica :: self._ranks.num_replicas]
         limit = self._config.rollout.max_new_tokens
         requests = [
@@ -45,18 +49,20 @@ class Evaluator:
         ]
         sampling = Sampling(temperature=0.0, top_p=1.0, top_k=0, stop=tuple(self._config.rollout.stop))
         groups = to_groups(slots, engine.generate(requests, sampling, what))
-        metrics = self._scorer.score(groups, what)
+        metrics = self._scorer.score(groups, f"{what}: scoring")
         return {
             "eval/reward": metrics["reward/mean"],
             "eval/completion_tokens": metrics["tokens/completion_mean"],
             "eval/truncated": metrics["rollout/truncated"],
+            "time_s/evaluate": time.perf_counter() - started,
+            **{f"eval/{name}": metrics[f"reward/{name}"] for name in self._names},
         }
 
 
 @record  # torchrun reports the traceback of the rank that failed
 def evaluate(arguments: list[str]) -> None:
     """Score `model` (a folder or a checkpoint) on `eval_prompts` and write one JSON line to stdout. Collective."""
-    run = start(arguments, needs_eval_prompts=True)
+    run = start(arguments, is_training=False)
     engine = Engine(run.config, run.ranks, run.model_folder)
     with engine.awake(folder_tensors(run.model_folder), version=str(run.model_folder)):
         scores = Evaluator(run).run(engine, "evaluation")

@@ -166,15 +166,7 @@ def _write_events(writer: SummaryWriter, step: int, metrics: dict[str, float]) -
 
 def _wandb_run(run_dir: Path, config: Config) -> Any:
     """The same Weights & Biases run after a resume; its x axis is our step, so a step done again is drawn again."""
-    try:
-        wandb = importlib.import_module("wandb")  # an extra: most runs do without
-    except ModuleNotFoundError as error:
-        if error.name != "wandb":  # installed, but broken: its own words say more
-            raise
-        raise ValueError(
-            f"tracking.wandb_project must be empty without the package wandb (pip install 'colo[wandb]'), "
-            f"got {config.tracking.wandb_project!r}"
-        ) from error
+    wandb = importlib.import_module("wandb")  # an extra, which `check_config` has looked for: most runs do without
     id_file = run_dir / "wandb_id"
     if not id_file.exists():
         id_file.write_text(uuid.uuid4().hex)

@@ -12,7 +12,8 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import _set_pg_timeout
+from torch.distributed.distributed_c10d import PrefixStore, Store, _set_pg_timeout
+from torch.distributed.rendezvous import rendezvous
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -30,7 +31,7 @@ class Ranks:
     device: torch.device
     tensor_parallel_size: int
     notice_s: float
-    store: dist.Store
+    store: Store
     group: "dist.ProcessGroup | None" = None
     """The ranks that share this rank's engine, over gloo."""
     _arrivals: dict[int, int] = field(default_factory=dict)
@@ -181,11 +182,11 @@ def start_ranks(*, tensor_parallel_size: int = 1, timeout_s: float = 7200.0, not
     device = torch.device("cuda", local_rank) if cuda else torch.device("cpu")
     if cuda:
         torch.cuda.set_device(device)
-    store, _, _ = next(dist.rendezvous("env://"))
+    store, _, _ = next(rendezvous("env://"))
     timeout = datetime.timedelta(seconds=timeout_s)
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if cuda else "gloo",
-        store=dist.PrefixStore("default", store),
+        store=PrefixStore("default", store),
         rank=rank,
         world_size=world_size,
         timeout=timeout,
@@ -197,7 +198,7 @@ def start_ranks(*, tensor_parallel_size: int = 1, timeout_s: float = 7200.0, not
         device=device,
         tensor_parallel_size=1,
         notice_s=notice_s,
-        store=dist.PrefixStore("colo", store),
+        store=PrefixStore("colo", store),
     )
     join_engine_group(ranks, tensor_parallel_size, timeout_s)
     return ranks
@@ -217,6 +218,7 @@ def join_engine_group(ranks: Ranks, tensor_parallel_size: int, timeout_s: float)
         members = list(range(first, first + tensor_parallel_size))
         group = dist.new_group(members, backend="gloo", timeout=timeout)  # every rank makes every group
         if ranks.rank in members:
+            assert isinstance(group, dist.ProcessGroup), f"rank {ranks.rank} must be in the group of its engine"
             ranks.group = group
 
 

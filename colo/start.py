@@ -2,18 +2,24 @@
 
 import json
 import logging
+import os
 import sys
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
+import torch
+from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from colo.config import TINY, Config, check_config
+from colo.policy.shard import check_trainable, read_model_config
 from colo.policy.tiny import make_tiny_model
 from colo.ranks import Ranks, join_engine_group, start_ranks
 from colo.recipe import config_hash, load_config
+from colo.resume import refuse_changed_options, refuse_other_tiny_model
 from colo.rl.prompts import load_prompts
 from colo.rl.rewards import Rewards
 from colo.rng import seed_generators
@@ -21,6 +27,8 @@ from colo.types import Prompt
 
 REFUSED = 2
 """Exit status of a run whose recipe or input is refused."""
+REFUSAL_LIMIT_S = 60.0
+"""How long a rank without a GPU waits for the one that says so, after whose end torchrun ends all of them."""
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
@@ -39,11 +47,17 @@ class Run:
     rewards: Rewards
 
 
-def start(arguments: Sequence[str], *, needs_eval_prompts: bool = False) -> Run:
+def start(arguments: Sequence[str], *, is_training: bool = True) -> Run:
     """Join the process group, agree on the recipe and check its input. Collective.
 
     Input that is refused ends every rank with exit status 2, after one message from rank 0.
+
+    Args:
+        arguments: As `load_config` takes them.
+        is_training: False for an evaluation: it needs eval_prompts, and does not go on with a run.
     """
+    if torch.cuda.is_available():
+        refuse_more_ranks_than_gpus(torch.cuda.device_count())
     ranks = start_ranks()
     logging.basicConfig(
         level=logging.INFO if ranks.is_main else logging.WARNING,
@@ -51,20 +65,46 @@ def start(arguments: Sequence[str], *, needs_eval_prompts: bool = False) -> Run:
         stream=sys.stderr,
     )
     logging.getLogger("httpx").setLevel(logging.WARNING)
-    return or_refused(lambda: _checked(arguments, ranks, needs_eval_prompts), ranks)
+    return or_refused(lambda: _checked(arguments, ranks, is_training), ranks)
 
 
 def or_refused(check: Callable[[], T], ranks: Ranks) -> T:
-    """What `check` returns; where it raises a ValueError on every rank, one message and exit status 2. Collective."""
+    """What `check` returns; where it raises a ValueError on every rank, one message and exit status 2. Collective.
+
+    A subclass of ValueError is no refusal of ours (`Ranks.agreed` says the same): it goes on as it is.
+    """
     try:
         return check()
     except ValueError as error:
+        if type(error) is not ValueError:
+            raise
         message = f"refused: {error}\n"
         ranks.from_main(lambda: sys.stderr.write(message), "refusing the recipe")
         sys.exit(REFUSED)
 
 
-def _checked(arguments: Sequence[str], ranks: Ranks, needs_eval_prompts: bool) -> Run:
+def refuse_more_ranks_than_gpus(num_gpus: int) -> None:
+    """End this host's ranks with one message and exit status 2 where it has more of them than GPUs.
+
+    The first rank without a GPU says it and ends; the others wait until torchrun ends them for it, so that none of
+    them ends first. They cannot speak with each other yet: the process group needs a device on each.
+    """
+    if "LOCAL_RANK" not in os.environ:  # `start_ranks` refuses that
+        return
+    local_rank = int(os.environ["LOCAL_RANK"])
+    if local_rank < num_gpus:
+        return
+    if local_rank == num_gpus:
+        number = f"at least {num_gpus + 1}"
+        if "LOCAL_WORLD_SIZE" in os.environ:
+            number = os.environ["LOCAL_WORLD_SIZE"]
+        sys.stderr.write(f"refused: ranks per host must be at most its number of GPUs {num_gpus}, got {number}\n")
+    else:
+        time.sleep(REFUSAL_LIMIT_S)
+    sys.exit(REFUSED)
+
+
+def _checked(arguments: Sequence[str], ranks: Ranks, is_training: bool) -> Run:
     """The run, or a ValueError on every rank."""
     config: Config = ranks.agreed(lambda: load_config(list(arguments)), "reading the recipe")[ranks.rank]
     hashes = ranks.gather(config_hash(config), "comparing the recipe")
@@ -73,17 +113,20 @@ def _checked(arguments: Sequence[str], ranks: Ranks, needs_eval_prompts: bool) -
         raise ValueError(
             f"the recipe must be the same on every rank, got another than rank 0's on rank {', '.join(differ)}"
         )
-    check_config(config, ranks.world_size)
-    if needs_eval_prompts and not config.eval_prompts:
+    ranks.agreed(lambda: check_config(config, ranks.world_size, is_training=is_training), "checking the recipe")
+    if not is_training and not config.eval_prompts:
         raise ValueError(f"eval_prompts must be a JSONL file or a function's dotted path, got {config.eval_prompts!r}")
+    compare = refuse_changed_options if is_training else refuse_other_tiny_model
+    ranks.from_main(lambda: compare(config), "comparing the options with those of the run in run_dir")
     join_engine_group(ranks, config.engine.tensor_parallel_size, config.ranks.timeout_s)
     ranks.notice_s = config.ranks.notice_s
     seed_generators(config.seed, ranks.rank)
     folder = ranks.from_main(lambda: model_folder(config), "finding the model")
+    # On rank 0 alone: it takes a while for a large model, and reads the same files.
+    ranks.from_main(lambda: check_model(config, folder, is_training), "checking the model")
 
     def read() -> Run:
-        check_length(config, folder)
-        tokenizer = AutoTokenizer.from_pretrained(folder)
+        tokenizer = read_tokenizer(folder)
         prompts = load_prompts(config.prompts, "prompts", tokenizer, config.rollout)
         held_out = (
             load_prompts(config.eval_prompts, "eval_prompts", tokenizer, config.rollout)
@@ -112,13 +155,42 @@ def _checked(arguments: Sequence[str], ranks: Ranks, needs_eval_prompts: bool) -
 
 
 def model_folder(config: Config) -> Path:
-    """The folder of `model`; a tiny model is made in run_dir first, where it is missing."""
+    """The folder of `model`; a tiny model is made in run_dir first, unless it is there, of this family and seed."""
     if not config.model.startswith(TINY):
         return Path(config.model)
     folder = Path(config.run_dir) / "model"
-    if not (folder / "config.json").is_file():
+    made_of, wanted = folder / "made_of", f"{config.model} seed={config.seed}\n"
+    if not made_of.is_file() or made_of.read_text() != wanted:
+        made_of.unlink(missing_ok=True)  # written last: a kill halfway leaves a model that is made again
         make_tiny_model(config.model.removeprefix(TINY), folder, seed=config.seed)
+        made_of.write_text(wanted)
     return folder
+
+
+def check_model(config: Config, folder: Path, is_training: bool) -> None:
+    """Refuse a model by its config.json and its files' headers, before vLLM reads them.
+
+    Raises:
+        ValueError: transformers does not know it, its positions are too few, or colo cannot train it.
+    """
+    read_model_config(folder)
+    check_length(config, folder)
+    if is_training:
+        check_trainable(folder)
+
+
+def read_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
+    """The tokenizer of a model folder.
+
+    Raises:
+        ValueError: its files are missing or broken.
+    """
+    try:
+        return AutoTokenizer.from_pretrained(folder)
+    except (OSError, ValueError, StrictDataclassError) as error:
+        raise ValueError(
+            f"model must be a folder whose tokenizer transformers reads, got {str(folder)!r}: {error}"
+        ) from error
 
 
 def check_length(config: Config, folder: Path) -> None:

@@ -1,23 +1,36 @@
 """The step and the loop: `torchrun ... -m colo.train --config-name RECIPE [overrides]`."""
 
+import json
+import logging
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from colo.checkpoint import find_checkpoint, load_checkpoint, remove_leftovers, save_checkpoint
+from colo.checkpoint import (
+    TRAINER,
+    Trained,
+    delete_later,
+    find_checkpoint,
+    load_checkpoint,
+    remove_leftovers,
+    save_checkpoint,
+)
 from colo.config import Config
 from colo.engine.engine import Engine
 from colo.evaluate import Evaluator
 from colo.metrics import open_metrics_log
 from colo.policy.model import Policy
-from colo.ranks import stop_ranks
-from colo.recipe import to_yaml
+from colo.ranks import Ranks, stop_ranks
+from colo.resume import save_options
 from colo.rl.batch import make_batch
 from colo.rl.sampler import Sampler
 from colo.start import or_refused, start
 from colo.stop import StopRequest
+
+logger = logging.getLogger(__name__)
 
 
 @record  # torchrun reports the traceback of the rank that failed
@@ -28,15 +41,15 @@ def train(arguments: list[str]) -> None:
     stop = StopRequest(ranks)
     ranks.from_main(lambda: remove_leftovers(run_dir), "removing what a killed save left")
     checkpoint = or_refused(
-        lambda: ranks.from_main(lambda: find_checkpoint(run_dir, config.resume), "finding a checkpoint"), ranks
+        lambda: ranks.from_main(lambda: checkpoint_to_resume(config), "finding a checkpoint"), ranks
     )
     engine = Engine(config, ranks, run.model_folder)
-    policy = Policy(config, ranks, run.model_folder)
+    policy = or_refused(lambda: Policy(config, ranks, run.model_folder), ranks)
     sampler = Sampler(config, ranks, run.prompts, run.rewards, run.tokenizer)
     evaluator = Evaluator(run)
-    first_step, means = load_checkpoint(checkpoint, policy, ranks) if checkpoint else (0, {})
+    first_step, means = or_refused(lambda: take_up(checkpoint, config, policy, ranks), ranks)
     log = open_metrics_log(config, first_step, ranks, means)
-    ranks.from_main(lambda: (run_dir / "config.yaml").write_text(to_yaml(config)), "writing config.yaml")
+    ranks.from_main(lambda: save_options(config), "writing config.yaml")
 
     for step in range(first_step, config.num_steps):
         started = time.perf_counter()
@@ -53,6 +66,7 @@ def train(arguments: list[str]) -> None:
         if is_stopped or is_due(step + 1, config):
             save_checkpoint(config, step + 1, policy, log.state(), ranks, run.model_folder)
         if is_stopped:
+            logger.info("stopped by SIGTERM after %d steps, saved step-%d", step + 1, step + 1)  # rank 0 alone shows it
             break
     else:
         if evaluator.is_due(config.num_steps):
@@ -63,6 +77,36 @@ def train(arguments: list[str]) -> None:
     stop.finished()
     engine.close()
     stop_ranks()  # on success only: leaving while an error propagates makes the other ranks fail first
+
+
+def checkpoint_to_resume(config: Config) -> Path | None:
+    """The verified checkpoint that `resume` asks for, if any; for rank 0, before anything is built.
+
+    Raises:
+        ValueError: as `find_checkpoint`, or more steps are done than the run is to have.
+    """
+    folder = find_checkpoint(Path(config.run_dir), config.resume)
+    if folder is not None:
+        done = json.loads((folder / TRAINER).read_text())["step"]
+        if done > config.num_steps:
+            raise ValueError(f"num_steps must be at least {done}, the steps of {folder}, got {config.num_steps}")
+    return folder
+
+
+def take_up(checkpoint: Path | None, config: Config, policy: Trained, ranks: Ranks) -> tuple[int, dict[str, Any]]:
+    """Load the checkpoint, if any, and delete what run_dir has from later steps. Collective.
+
+    Returns:
+        The number of steps done, and the metrics' running means.
+
+    Raises:
+        ValueError: the checkpoint is of another model.
+    """
+    first_step, means = load_checkpoint(checkpoint, policy, ranks) if checkpoint else (0, {})
+    ranks.from_main(lambda: delete_later(Path(config.run_dir), first_step), "deleting later checkpoints")
+    if first_step == config.num_steps:
+        logger.info("already complete at step %d", first_step)  # shown by rank 0 alone
+    return first_step, means
 
 
 def is_due(num_done: int, config: Config) -> bool:

@@ -1,11 +1,13 @@
 """Markers: `gpu(n)` needs n GPUs and is left out of make test; `slow` is left to make test-all."""
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
 from colo.policy.tiny import make_tiny_model
+from tests.launch import WHOLE, Launch, train
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -27,3 +29,19 @@ def tiny_models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         folders[family] = tmp_path_factory.mktemp("models") / family
         make_tiny_model(family, folders[family])
     return folders
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_left_running() -> Iterator[None]:
+    """A failed test's processes would slow down all that come after it."""
+    yield
+    while Launch.started:
+        Launch.started.pop().kill()
+
+
+@pytest.fixture(scope="session")
+def whole_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A short run that nobody interrupted, on two ranks under one agent, at the default depth of sleep."""
+    run_dir = tmp_path_factory.mktemp("whole") / "run"
+    train(run_dir, *WHOLE)
+    return run_dir

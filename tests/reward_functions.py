@@ -92,3 +92,14 @@ def raises_on_rank_1(completion: str) -> float:
     if os.environ["RANK"] == "1":
         raise ValueError("this reward is broken on rank 1")
     return 0.0
+
+
+def one_prompt_of_four_is_slow() -> list[dict[str, Any]]:
+    """Prompts for `slow_where_told`: as many as a fast step takes."""
+    return [{"prompt": f"prompt {number}: ", "is_slow": number == 0} for number in range(4)]
+
+
+def slow_where_told(completion: str, is_slow: bool) -> float:
+    if is_slow:
+        time.sleep(600)
+    return 1.0

@@ -1,5 +1,6 @@
 """Saving and resuming: what is saved comes back bit for bit, and nothing that goes wrong costs the last good one."""
 
+import dataclasses
 import json
 import os
 import random
@@ -20,6 +21,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from colo.checkpoint import find_checkpoint, find_damage, list_checkpoints, load_checkpoint, save_checkpoint
 from colo.config import Config
 from colo.ranks import Ranks
+from colo.train import checkpoint_to_resume, take_up
 from tests.ranks import run_ranks
 
 KIB = 1024
@@ -252,3 +254,24 @@ def test_a_run_resumed_from_an_earlier_step_replaces_the_later_ones(
     assert folders == ["step-2"]
     assert json.loads((tmp_path / "checkpoints" / "step-2" / "trainer.json").read_text())["step"] == 2
     assert find_damage(tmp_path / "checkpoints" / "step-2") is None
+
+
+def _take_up_the_first(ranks: Ranks, run_dir: Path, model_folder: Path) -> dict[str, Any]:
+    _two_checkpoints(ranks, run_dir, model_folder, (2, 4))
+    config = dataclasses.replace(_config(run_dir), resume=str(run_dir / "checkpoints" / "step-2"))
+    policy = Weights(ranks, {})
+    first_step, _ = take_up(find_checkpoint(run_dir, config.resume), config, policy, ranks)
+    found = find_checkpoint(run_dir, "auto")
+    return {"first_step": first_step, "loaded": bool(policy.tensors), "newest": found and found.name}
+
+
+def test_a_run_taken_up_at_an_earlier_step_never_goes_on_from_the_later_ones(
+    tmp_path: Path, tiny_models: dict[str, Path]
+) -> None:
+    for row in run_ranks(_take_up_the_first, tmp_path, tiny_models["qwen3"]):
+        assert row == {"first_step": 2, "loaded": True, "newest": "step-2"}
+    with pytest.raises(ValueError, match="num_steps must be") as raised:
+        checkpoint_to_resume(dataclasses.replace(_config(tmp_path), num_steps=1))
+    checkpoint = tmp_path / "checkpoints" / "step-2"
+    assert str(raised.value) == f"num_steps must be at least 2, the steps of {checkpoint}, got 1"
+    assert checkpoint_to_resume(dataclasses.replace(_config(tmp_path), num_steps=2)) == checkpoint

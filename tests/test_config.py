@@ -1,5 +1,6 @@
 """Every recipe loads, and a wrong one is refused by name before torch is imported."""
 
+import importlib
 import subprocess
 import sys
 from pathlib import Path
@@ -7,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from colo.config import Config, check_config
+from colo.installed import known_engine_options
 from colo.recipe import RECIPES, config_hash, load_config, recipe_names, to_yaml
 
 DEBUG = ["--config-name", "debug"]
@@ -171,6 +173,13 @@ def test_an_unknown_recipe_is_refused_with_those_there_are(tmp_path: Path) -> No
             "prompts must be a JSONL file that exists, or a function's dotted path, got 'no/such.jsonl'",
         ),
         (2, ["engine.vllm.max_model_len=long"], "engine.vllm.max_model_len must be an integer, got 'long'"),
+        (
+            2,
+            ["engine.vllm.gpu_memory_utilisation=0.5"],
+            "engine.vllm.gpu_memory_utilisation is not an option of vLLM "
+            "(did you mean engine.vllm.gpu_memory_utilization?), got 0.5",
+        ),
+        (2, ["engine.vllm.nothing_like_it=1"], "engine.vllm.nothing_like_it is not an option of vLLM, got 1"),
         (2, ["resume=no/such"], "resume must be auto, never or a checkpoint's folder, got 'no/such'"),
     ],
 )
@@ -178,6 +187,48 @@ def test_what_needs_the_world_size_or_the_disk_is_refused(world_size: int, overr
     with pytest.raises(ValueError, match=r" must | is not ") as raised:
         check_config(load_config([*DEBUG, *overrides]), world_size)
     assert str(raised.value) == message
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("{", "must be a folder whose config.json is JSON, got '{folder}': Expecting property name"),
+        ("[1]", "must be a folder whose config.json is an object, got '{folder}' with [1]"),
+    ],
+)
+def test_a_broken_config_of_the_model_is_refused_by_the_options_name(tmp_path: Path, text: str, reason: str) -> None:
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(ValueError, match=r"^model must be") as raised:
+        check_config(load_config([*DEBUG, f"model={tmp_path}"]), 2)
+    assert str(raised.value).startswith(f"model {reason.replace('{folder}', str(tmp_path))}")
+
+
+def test_an_evaluation_deals_no_steps_over_replicas_but_still_needs_whole_engines() -> None:
+    config = load_config([*DEBUG, "rollout.num_prompts=7", "update.num_minibatches=5"])
+    check_config(config, 2, is_training=False)
+    with pytest.raises(ValueError, match=r"^rollout\.num_prompts must be a multiple of the 2 engine replicas"):
+        check_config(config, 2)
+    with pytest.raises(ValueError, match=r"^engine\.tensor_parallel_size must divide the number of ranks 3, got 2"):
+        check_config(load_config([*DEBUG, "engine.tensor_parallel_size=2"]), 3, is_training=False)
+
+
+def test_weights_and_biases_without_its_package_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "wandb").mkdir()  # what the package leaves where it runs is no package
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    config = load_config([*DEBUG, "tracking.wandb_project=letters"])
+    with pytest.raises(ValueError, match=r"^tracking\.wandb_project must be empty without the package wandb") as raised:
+        check_config(config, 2)
+    assert str(raised.value).endswith("(pip install 'colo[wandb]'), got 'letters'")
+    (tmp_path / "wandb" / "__init__.py").touch()
+    importlib.invalidate_caches()
+    check_config(config, 2)
+
+
+def test_where_vllm_is_not_installed_its_options_are_not_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert {"gpu_memory_utilization", "enforce_eager", "max_model_len", "block_size"} <= known_engine_options()
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    assert known_engine_options() == set()
+    check_config(load_config([*DEBUG, "engine.vllm.nothing_like_it=1"]), 2)
 
 
 def test_a_model_that_sees_images_is_refused(tmp_path: Path) -> None:

@@ -9,7 +9,6 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -20,6 +19,7 @@ from colo.engine.engine import Engine
 from colo.engine.states import EngineStateError
 from colo.ranks import Ranks
 from colo.rl.sampler import request_seed
+from colo.rng import rng_state, seed_generators
 from colo.types import Completion, Request, Sampling
 from tests.ranks import run_ranks
 
@@ -83,13 +83,11 @@ def _gap_to_transformers(folder: Path, weights: dict[str, torch.Tensor], complet
 
 def _life(ranks: Ranks, folder: Path, family: str) -> dict[str, Any]:
     """What one rank sees of an engine from build to close."""
-    torch.manual_seed(5)
-    np.random.seed(5)
-    generators = (torch.get_rng_state(), np.random.get_state()[1].tolist())
+    seed_generators(5, ranks.rank)
+    generators = rng_state(ranks.device)
     engine = Engine(_config(), ranks, folder)
     saw: dict[str, Any] = {
-        "generators_kept": torch.equal(generators[0], torch.get_rng_state())
-        and generators[1] == np.random.get_state()[1].tolist(),
+        "generators_kept": rng_state(ranks.device) == generators,
         "after_build": str(engine.state),
     }
     sleep = engine._parts.cpu_sleep
@@ -110,7 +108,7 @@ def _life(ranks: Ranks, folder: Path, family: str) -> dict[str, Any]:
     saw["refused_unloaded"] = _refusal(lambda: engine.generate(_requests(0), SAMPLING))
     engine.sleep()
 
-    tokens = []
+    tokens, completions = [], []
     for version in range(2):
         with engine.awake(weights.items(), str(version)):
             completions = engine.generate(_requests(0), SAMPLING)

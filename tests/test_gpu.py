@@ -42,7 +42,9 @@ def _life(ranks: Ranks, folder: Path) -> dict[str, Any]:
     engine = Engine(_config(), ranks, folder)
     asleep = _free()
     weights = {name: tensor.bfloat16().cuda() for name, tensor in load_file(folder / "model.safetensors").items()}
-    saw: dict[str, Any] = {"refused": _refusal(lambda: engine.generate(_requests(0), GREEDY)), "greedy": [], "sampled": []}
+    saw: dict[str, Any] = {"greedy": [], "sampled": []}
+    saw["refused"] = _refusal(lambda: engine.generate(_requests(0), GREEDY))
+    greedy = []
     for version, depth in enumerate(("2", "1", "2", "none", "2")):
         engine.wake_up(["weights"])
         saw["unproven"] = _refusal(lambda: engine.generate(_requests(0), GREEDY))
@@ -93,9 +95,7 @@ def _kinds(ranks: Ranks, folders: dict[str, Path]) -> dict[str, list[dict[str, f
     return {kind: metrics for kind, (_, metrics) in _updates_of_every_kind(ranks, folders).items()}
 
 
-def test_updates_on_the_gpu_are_those_of_the_cpu(
-    tiny_models: dict[str, Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_updates_on_the_gpu_are_those_of_the_cpu(tiny_models: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     (on_gpu,) = run_ranks(_kinds, tiny_models, world_size=1)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     (on_cpu,) = run_ranks(_kinds, tiny_models, world_size=1)

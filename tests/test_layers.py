@@ -7,8 +7,10 @@ import pytest
 
 PACKAGE = Path(__file__).resolve().parent.parent / "colo"
 ROWS = (
+    ("installed",),
     ("config", "types", "ranks", "rng"),
     ("recipe",),
+    ("resume",),
     ("rl",),
     ("policy", "engine"),
     ("start", "stop"),

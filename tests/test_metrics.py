@@ -6,14 +6,13 @@ from pathlib import Path
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from colo.config import Config, TrackingConfig
+from colo.config import Config
 from colo.metrics import MetricsLog, NoMetricsLog, read_metrics
 from colo.recipe import load_config
 
 
-def _config(num_steps: int = 6, wandb_project: str = "") -> Config:
-    tracking = TrackingConfig(wandb_project=wandb_project)
-    return Config(model="m", run_dir="r", prompts="p", reward="a.b", num_steps=num_steps, tracking=tracking)
+def _config(num_steps: int = 6) -> Config:
+    return Config(model="m", run_dir="r", prompts="p", reward="a.b", num_steps=num_steps)
 
 
 def _row(step: int) -> dict[str, float]:

@@ -281,3 +281,20 @@ def test_the_letters_reward_is_a_share_of_characters(tokenizer: PreTrainedTokeni
     rows = tasks.letters()
     assert len({row["prompt"] for row in rows}) == 36
     assert max(len(as_bytes(tokenizer, row["prompt"])) for row in rows) <= 24
+
+
+@pytest.mark.parametrize(
+    ("completion", "answer", "reward"),
+    [
+        ("It is 81.", "81", 1.0),
+        ("71", "81", 1 / 2),
+        ("181", "81", 2 / 3),
+        ("18", "-18", 2 / 3),
+        ("-18", "-18", 1.0),
+        ("118", "81", 0.0),
+        ("no number", "81", 0.0),
+        ("0081", "81", 1.0),
+    ],
+)
+def test_digits_reward_is_the_share_of_characters_in_their_places(completion: str, answer: str, reward: float) -> None:
+    assert tasks.arithmetic_digits_reward(completion, answer) == reward

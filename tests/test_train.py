@@ -1,18 +1,17 @@
 """The whole loop as a user starts it: real processes, the real vLLM, real files."""
 
 import json
-import signal
+import re
 import subprocess
 import sys
 import time
 from pathlib import Path
 
-import psutil
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from tests.launch import ENVIRONMENT, FAST, ROOT, Launch, numbers, read_rows, train
+from tests.launch import ENVIRONMENT, FAST, ROOT, WHOLE, Launch, free_port, numbers, read_rows, train
 
 
 def _rise(run_dir: Path) -> float:
@@ -83,70 +82,68 @@ def test_a_checkpoint_loads_in_transformers(debug_run: Path) -> None:
 def test_eval_scores_a_checkpoint_above_the_start(debug_run: Path) -> None:
     scores = {}
     for name, folder in (("start", debug_run / "model"), ("end", debug_run / "checkpoints" / "step-30")):
-        launch = Launch(debug_run, f"model={folder}", "eval_prompts=colo.rl.tasks.letters", command="eval")
+        arguments = [f"model={folder}", "eval_prompts=colo.rl.tasks.letters"]
+        launch = Launch(debug_run, *arguments, program=("colo.cli", "eval"))
         assert launch.wait() == 0, launch.output
         (line,) = [line for line in launch.output.splitlines() if line.startswith("{")]
         scores[name] = json.loads(line)["eval/reward"]
     assert scores["end"] > scores["start"] + 0.3
 
 
-def test_stopped_by_sigkill_and_started_again_gives_the_same_numbers(tmp_path: Path) -> None:
-    arguments = [*FAST, "num_steps=8", "checkpoint_every=3", "rollout.save=1"]
-    whole, cut = tmp_path / "whole", tmp_path / "cut"
-    train(whole, *arguments)
-    launch = Launch(cut, *arguments)
-    launch.wait_for_step(4)
-    launch.kill()
-    with (cut / "metrics.jsonl").open("a") as file:
-        file.write('{"step": 99, "rewa')  # a line torn by the kill
-    train(cut, *arguments)
-    assert numbers(cut) == numbers(whole)
-    for step in range(8):
-        name = f"rollouts/step-{step}.jsonl"
-        assert (cut / name).read_bytes() == (whole / name).read_bytes()
-    for name in ("model.safetensors", "optimizer/optimizer.safetensors", "trainer.json"):
+def test_two_agents_of_one_rank_each_give_the_numbers_of_one_agent_of_two(tmp_path: Path, whole_run: Path) -> None:
+    nodes = ["--nnodes=2", "--rdzv-backend=c10d", f"--rdzv-endpoint=localhost:{free_port()}", "--rdzv-id=loopback"]
+    agents = [Launch(tmp_path / "run", *nodes, "--ranks=1", *WHOLE) for _ in range(2)]
+    for agent in agents:
+        assert agent.wait() == 0, agent.output
+    assert numbers(tmp_path / "run") == numbers(whole_run)
+    for name in ("model.safetensors", "optimizer/optimizer.safetensors"):
         checkpoint = f"checkpoints/step-8/{name}"
-        assert (cut / checkpoint).read_bytes() == (whole / checkpoint).read_bytes()
+        assert (tmp_path / "run" / checkpoint).read_bytes() == (whole_run / checkpoint).read_bytes()
 
 
-@pytest.mark.parametrize("target", ["torchrun", "rank"])
-def test_sigterm_finishes_the_step_saves_and_exits_0(tmp_path: Path, target: str) -> None:
-    run_dir = tmp_path / "run"
-    launch = Launch(run_dir, *FAST, "num_steps=100000")
-    launch.wait_for_step(2)
-    ranks = launch.ranks()
-    assert len(ranks) == 2
-    statuses = {}
-    victim = launch.process.pid if target == "torchrun" else ranks[1].pid
-    psutil.Process(victim).send_signal(signal.SIGTERM)
-    status = launch.wait(60)
-    steps = len(read_rows(run_dir))
-    assert [path.name for path in (run_dir / "checkpoints").iterdir()] == [f"step-{steps}"]
-    assert "Traceback" not in launch.output.replace("SignalException", "")[:0] or not statuses
-    if target == "rank":
-        assert status == 0, launch.output
-    assert not any(rank.is_running() for rank in ranks)
+@pytest.mark.parametrize("depth", ["none", pytest.param("1", marks=pytest.mark.slow)])
+def test_numbers_do_not_depend_on_how_deep_the_engine_sleeps(tmp_path: Path, whole_run: Path, depth: str) -> None:
+    train(tmp_path / "run", *WHOLE, f"engine.sleep={depth}")
+    assert 'sleep: "2"' in (whole_run / "config.yaml").read_text().replace("'", '"')
+    assert numbers(tmp_path / "run") == numbers(whole_run)
 
 
-def test_ctrl_c_ends_every_process(tmp_path: Path) -> None:
-    launch = Launch(tmp_path / "run", *FAST, "num_steps=100000")
-    launch.wait_for_step(1)
-    processes = [psutil.Process(launch.process.pid), *launch.descendants()]
-    assert len(processes) >= 3
-    launch.process.send_signal(signal.SIGINT)
-    assert launch.wait(30) != 0
-    _, alive = psutil.wait_procs(processes, timeout=10)
-    assert alive == []
+def test_evaluation_comes_before_the_first_step_every_so_often_and_at_the_end_and_changes_nothing(
+    tmp_path: Path, whole_run: Path
+) -> None:
+    train(tmp_path / "run", *FAST, "num_steps=3", "eval_prompts=colo.rl.tasks.letters", "eval_every=2")
+    rows = numbers(tmp_path / "run")
+    assert [(row["step"], "eval/reward" in row) for row in rows] == [(0, True), (1, False), (2, True), (3, True)]
+    scores = [row["eval/reward"] for row in rows if "eval/reward" in row]
+    assert all(0 <= score <= 1 for score in scores)
+    assert len(set(scores)) > 1, "the policy moved between them"
+    trained = [{name: value for name, value in row.items() if not name.startswith("eval/")} for row in rows]
+    assert trained == [*numbers(whole_run)[:3], {"step": 3}]
 
 
-def test_a_rank_that_is_killed_takes_the_others_with_it(tmp_path: Path) -> None:
-    launch = Launch(tmp_path / "run", *FAST, "num_steps=100000")
-    launch.wait_for_step(1)
-    processes = launch.descendants()
-    launch.ranks()[1].kill()
-    assert launch.wait(40) != 0
-    _, alive = psutil.wait_procs(processes, timeout=10)
-    assert alive == []
+def test_a_reward_that_times_out_is_recorded_and_the_run_goes_on_while_others_say_whom_they_wait_for(
+    tmp_path: Path,
+) -> None:
+    launch = train(
+        tmp_path / "run",
+        *FAST,
+        "num_steps=2",
+        "prompts=tests.reward_functions.one_prompt_of_four_is_slow",
+        "reward=tests.reward_functions.slow_where_told",
+        "scoring.timeout_s=1.5",
+        "scoring.timeout_reward=-1",
+        "ranks.notice_s=1",
+    )
+    rows = read_rows(tmp_path / "run")
+    assert [row["step"] for row in rows] == [0, 1]
+    for row in rows:
+        assert row["reward/num_timeouts"] == 2.0
+        assert row["reward/mean"] == (6 * 1.0 + 2 * -1.0) / 8
+        assert row["time_s/score"] < 60, "ended at the limit, not when the function returned"
+    assert launch.output.count("slow_where_told took longer than scoring.timeout_s 1.5") == 4
+    for step in range(2):
+        waits = re.findall(rf"rank (\d): step {step}: scoring: waiting for rank (\d) in ", launch.output)
+        assert set(waits) in ({("0", "1")}, {("1", "0")}), launch.output
 
 
 def test_the_rank_whose_reward_raises_is_named_with_its_traceback(tmp_path: Path) -> None:

@@ -8,7 +8,9 @@ from pathlib import Path
 
 from colo.config import check_config
 from colo.recipe import load_config
+from colo.resume import refuse_changed_options, refuse_other_tiny_model
 
+TRAIN, EVALUATE = "colo.train", "colo.evaluate"
 PASSED_ON = (
     "nnodes",
     "node-rank",
@@ -29,9 +31,9 @@ def train_command(arguments: list[str]) -> None:
     """Launch colo.train; does not return.
 
     Raises:
-        ValueError: the recipe, an override, or the number of ranks is wrong.
+        ValueError: the recipe, an override, or the number of ranks is wrong, or the run in run_dir has other options.
     """
-    _launch("colo.train", arguments)
+    _launch(TRAIN, arguments)
 
 
 def eval_command(arguments: list[str]) -> None:
@@ -40,11 +42,13 @@ def eval_command(arguments: list[str]) -> None:
     Raises:
         ValueError: as for train_command.
     """
-    _launch("colo.evaluate", arguments)
+    _launch(EVALUATE, arguments)
 
 
 def _launch(module: str, arguments: list[str]) -> None:
     command = torchrun_command(module, arguments, count_gpus())
+    compare = refuse_changed_options if module == TRAIN else refuse_other_tiny_model
+    compare(load_config(_split(arguments)[1]))
     # Not --shutdown-timeout: torch before 2.12 knows neither, and would stop at the flag.
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(SHUTDOWN_TIMEOUT_S))
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # its warnings speak of torch's own set-up, once a rank
@@ -67,7 +71,7 @@ def torchrun_command(module: str, arguments: list[str], num_gpus: int) -> list[s
     if num_gpus and ranks > num_gpus:
         raise ValueError(f"--ranks must be at most the number of GPUs {num_gpus}, got {ranks}")
     num_nodes = _whole_number("--nnodes", options.get("nnodes", "1"))
-    check_config(load_config(rest), ranks * num_nodes)
+    check_config(load_config(rest), ranks * num_nodes, is_training=module == TRAIN)
     nodes = [f"--{name}={value}" for name, value in options.items()] or ["--standalone"]
     return [sys.executable, "-m", "torch.distributed.run", *nodes, f"--nproc-per-node={ranks}", "-m", module, *rest]
 

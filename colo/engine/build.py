@@ -1,6 +1,5 @@
 """Build vLLM in this process, and the handful of its calls that differ between CPU and CUDA."""
 
-import gc
 import logging
 import os
 import random
@@ -26,6 +25,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 DEFAULT_CPU_KV_BYTES = 512 << 20
+MIN_CPU_BATCH = 4096
+"""Tokens that a step on CPU may take, at least; a whole prompt must fit."""
 DEFAULT_GPU_SHARE = 0.45
 """Of the card, for weights and KV cache: the policy and its optimizer stay on it while the engine is awake."""
 ENVIRONMENT = {
@@ -130,17 +131,20 @@ def folder_tensors(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
 
 def _vllm_arguments(config: Config, ranks: Ranks, on_cpu: bool) -> dict[str, Any]:
     """vLLM's keyword arguments: ours, then what `engine.vllm` adds."""
+    longest = config.engine.vllm.get("max_model_len", config.rollout.max_prompt_tokens + config.rollout.max_new_tokens)
     arguments: dict[str, Any] = {
         "distributed_executor_backend": "external_launcher",
         "tensor_parallel_size": ranks.tensor_parallel_size,
         "dtype": config.policy.compute_dtype,
-        "max_model_len": config.rollout.max_prompt_tokens + config.rollout.max_new_tokens,
+        "max_model_len": longest,
         "seed": config.seed + ranks.replica,
         "logprobs_mode": config.logprobs_mode,
         "use_tqdm_on_load": False,
     }
     if on_cpu:
-        arguments["kv_cache_memory_bytes"] = DEFAULT_CPU_KV_BYTES
+        # vLLM cannot take back a draw of a CPU generator, as it must where a seeded prompt is prefilled in parts.
+        whole_prompts = {"enable_chunked_prefill": False, "max_num_batched_tokens": max(MIN_CPU_BATCH, longest)}
+        arguments |= whole_prompts | {"kv_cache_memory_bytes": DEFAULT_CPU_KV_BYTES}
     else:
         arguments |= {"enable_sleep_mode": True, "gpu_memory_utilization": DEFAULT_GPU_SHARE}
     return arguments | config.engine.vllm
@@ -180,4 +184,3 @@ def _kept_process_state() -> Iterator[None]:
         torch.cuda.set_rng_state(kept[3])
     if local_world_size is not None:
         os.environ["LOCAL_WORLD_SIZE"] = local_world_size
-    gc.unfreeze()  # the engine freezes all live objects, the trainer's among them

@@ -36,6 +36,7 @@ class Engine:
         self._timings: dict[str, float] = {}
         self.state: EngineState = states.after_build()
         self.sleep()
+        self._timings.clear()  # the sleep after the build is part of no step
 
     @property
     def weight_version(self) -> str:

@@ -44,7 +44,8 @@ class Policy:
         self.scorer, self.pieces = sharded_model(
             model_folder, ranks, dtype=dtype, compute_dtype=compute_dtype, chunk_tokens=chunk_tokens
         )
-        check_head(self.scorer, ranks.device, compute_dtype)
+        # Rounding may differ between ranks, and a rank that refuses alone would leave the others waiting.
+        ranks.agreed(lambda: check_head(self.scorer, ranks.device, compute_dtype), "checking the head")
         if config.policy.gradient_checkpointing:
             _recompute_layers(self.scorer)
         self.optimizer = adamw.make_optimizer(list(self.parameters.values()), config.update)

@@ -5,11 +5,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    PretrainedConfig,
+    PreTrainedModel,
+)
 
 from colo.policy.folder import TensorFiles, model_files, shard_rows
 from colo.policy.names import Piece, checkpoint_pieces, stored_tensors
@@ -19,9 +26,40 @@ from colo.ranks import Ranks
 logger = logging.getLogger(__name__)
 
 
+def read_model_config(folder: Path) -> PretrainedConfig:
+    """A folder's config.json, as transformers reads it.
+
+    Raises:
+        ValueError: transformers does not know the model, or refuses a value.
+    """
+    try:
+        return AutoConfig.from_pretrained(folder)
+    except (OSError, ValueError, StrictDataclassError) as error:
+        raise ValueError(
+            f"model must be a folder whose config.json transformers reads, got {str(folder)!r}: {error}"
+        ) from error
+
+
+def check_trainable(folder: Path) -> None:
+    """Refuse a model that `sharded_model` would refuse, reading its config.json and its files' headers alone.
+
+    Raises:
+        ValueError: as there, by name.
+    """
+    model = build_on_meta(folder, torch.float32)
+    decoder_layers(Scorer(model, chunk_tokens=1).hf)
+    _check_folder(model, checkpoint_pieces(model), model_files(folder))
+
+
 def build_on_meta(folder: Path, dtype: torch.dtype) -> PreTrainedModel:
-    """transformers' model of a folder without data, with every dropout off, in eval mode."""
-    config = AutoConfig.from_pretrained(folder)
+    """transformers' model of a folder without data, with every dropout off, in eval mode.
+
+    Raises:
+        ValueError: transformers has no causal language model of that kind, or cannot read its config.json.
+    """
+    config = read_model_config(folder)
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise ValueError(f"model must be a causal language model, got {config.model_type} in {str(folder)!r}")
     text = config.get_text_config()
     for name, value in text.to_dict().items():
         if "drop" in name and isinstance(value, float):

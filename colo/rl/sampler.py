@@ -95,7 +95,12 @@ class Scorer:
                 [c.token_ids for c in group.completions], skip_special_tokens=True
             )
         items = [(group.prompt, text) for group in groups for text in group.texts]
-        share = ranks.agreed(lambda: self._rewards.score(items[ranks.group_rank :: ranks.tensor_parallel_size]), what)
+        mine = items[ranks.group_rank :: ranks.tensor_parallel_size]
+
+        def progress(done: int, total: int) -> None:
+            ranks.report(f"{what}, {done} of {total} done")
+
+        share = ranks.agreed(lambda: self._rewards.score(mine, progress), what)
         scores = [share[rank][place] for place, rank in self._dealt(len(items))]
         for index, group in enumerate(groups):
             size = len(group.completions)

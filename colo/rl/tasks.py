@@ -26,8 +26,24 @@ def arithmetic_heldout() -> list[dict[str, Any]]:
 
 def arithmetic_reward(completion: str, answer: str | int) -> float:
     """1.0 if the last integer in the text is the answer, else 0.0. A minus sign after a digit is an operator."""
-    integers = re.findall(r"(?<![0-9])-?[0-9]+", completion)
-    return float(bool(integers) and len(integers[-1]) <= MAX_DIGITS and int(integers[-1]) == int(answer))
+    return float(_last_integer(completion) == str(answer))
+
+
+def arithmetic_digits_reward(completion: str, answer: str | int) -> float:
+    """The share of the answer's characters that the last integer in the text has in their places, from the right.
+
+    In [0, 1], 1.0 only for the answer itself: it says which of several wrong answers is nearer, where
+    `arithmetic_reward` says 0.0 of all. Example: 71 for 81 is 0.5, 181 for 81 is 0.667, 18 for -18 is 0.667.
+    """
+    given, right = _last_integer(completion)[::-1], str(answer)[::-1]
+    matches = sum(a == b for a, b in zip(given, right, strict=False))
+    return matches / max(len(given), len(right))
+
+
+def _last_integer(text: str) -> str:
+    """As Python writes it; empty where there is none, or one that is no answer here."""
+    integers = re.findall(r"(?<![0-9])-?[0-9]+", text)
+    return str(int(integers[-1])) if integers and len(integers[-1]) <= MAX_DIGITS else ""
 
 
 def letters() -> list[dict[str, Any]]:
