@@ -59,6 +59,14 @@ def _requests(step: int, *, max_new_tokens: int = 12, seed_offset: int = 0) -> l
     ]
 
 
+def _more_than_a_step_takes() -> list[Request]:
+    """Seeded prompts of 4,800 tokens in all: on CPU a step takes 4,096, and cannot take a part of a seeded prompt."""
+    return [
+        Request(slot=slot, sample=0, prompt_token_ids=[slot, *PROMPT[1:]], seed=slot, max_new_tokens=2)
+        for slot in range(2, 122)
+    ]
+
+
 def _refusal(call: Any) -> str:
     with pytest.raises(EngineStateError) as refusal:
         call()
@@ -116,6 +124,8 @@ def _life(ranks: Ranks, folder: Path, family: str) -> dict[str, Any]:
             saw["cached"] = [completion.num_cached_tokens for completion in completions]
             saw["spans"] = [(s.version, s.start, s.end) for c in completions for s in c.spans]
         saw["after_awake"] = str(engine.state)
+    with engine.awake(weights.items(), "many"):
+        saw["many"] = [len(completion.logprobs) for completion in engine.generate(_more_than_a_step_takes(), SAMPLING)]
     saw["tokens"] = tokens
     saw["gap"] = _gap_to_transformers(folder, weights, completions)
     saw["timings"] = engine.take_timings()
@@ -285,6 +295,14 @@ def test_a_reload_that_leaves_a_parameter_out_is_stale_until_a_whole_one(
         assert state == "STALE(a reload did not finish)"
         assert refusal.startswith("engine is STALE")
         assert repaired == "READY(whole)"
+
+
+def test_more_seeded_prompts_than_a_step_takes_are_sampled_to_their_end(
+    life: tuple[str, int, list[dict[str, Any]]],
+) -> None:
+    for rank in life[2]:
+        assert len(rank["many"]) == 120
+        assert set(rank["many"]) <= {1, 2}  # one that drew the end token has one
 
 
 def test_ranks_of_one_engine_that_sample_apart_are_named(life: tuple[str, int, list[dict[str, Any]]]) -> None:

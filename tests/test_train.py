@@ -142,7 +142,7 @@ def test_a_reward_that_times_out_is_recorded_and_the_run_goes_on_while_others_sa
         assert row["time_s/score"] < 60, "ended at the limit, not when the function returned"
     assert launch.output.count("slow_where_told took longer than scoring.timeout_s 1.5") == 4
     for step in range(2):
-        waits = re.findall(rf"rank (\d): step {step}: scoring: waiting for rank (\d) in ", launch.output)
+        waits = re.findall(rf"rank (\d): step {step}: scoring: waiting for rank (\d) in step ", launch.output)
         assert set(waits) in ({("0", "1")}, {("1", "0")}), launch.output
 
 

@@ -142,7 +142,8 @@ def _vllm_arguments(config: Config, ranks: Ranks, on_cpu: bool) -> dict[str, Any
         "use_tqdm_on_load": False,
     }
     if on_cpu:
-        # vLLM cannot take back a draw of a CPU generator, as it must where a seeded prompt is prefilled in parts.
+        # vLLM takes back the draw of a seeded prompt that is prefilled in parts, which a CPU generator cannot do:
+        # github.com/RBLN-SW/vllm-rbln/pull/1025 has the same on another backend.
         whole_prompts = {"enable_chunked_prefill": False, "max_num_batched_tokens": max(MIN_CPU_BATCH, longest)}
         arguments |= whole_prompts | {"kv_cache_memory_bytes": DEFAULT_CPU_KV_BYTES}
     else:
