@@ -36,7 +36,8 @@ class Ranks:
     """The ranks that share this rank's engine, over gloo."""
     _arrivals: dict[int, int] = field(default_factory=dict)
     """How many waits this rank has entered, by how many ranks they are over."""
-    _reported_at: float = field(default=0.0)
+    _place: str = ""
+    _reported_at: float = 0.0
 
     @property
     def is_main(self) -> bool:
@@ -129,12 +130,12 @@ class Ranks:
         if rank != self.rank:
             time.sleep(GIVE_WAY_S)
 
-    def report(self, what: str) -> None:
-        """Say how far this rank is, for the ranks that wait for it; cheap to call often."""
+    def report(self, place: str, progress: str = "") -> None:
+        """Say where this rank is, and how far, for the ranks that wait for it; cheap to call often."""
         now = time.monotonic()
-        if now - self._reported_at >= PROGRESS_EVERY_S:
-            self._reported_at = now
-            self.store.set(f"progress/{self.rank}", what)
+        if place != self._place or now - self._reported_at >= PROGRESS_EVERY_S:
+            self._place, self._reported_at = place, now
+            self.store.set(f"progress/{self.rank}", f"{place}, {progress}" if progress else place)
 
     @contextmanager
     def wait(self, what: str, members: list[int] | None = None) -> Iterator[None]:

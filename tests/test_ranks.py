@@ -49,7 +49,7 @@ def _talk(ranks: Ranks) -> dict[str, Any]:
     logging.getLogger("colo.ranks").addHandler(records)
     ranks.notice_s = 0.5
     if ranks.rank == 1:
-        ranks.report("rollout, 3 of 8 done")
+        ranks.report("rollout", "3 of 8 done")
         time.sleep(2)
     ranks.gather(None, "step 4: scoring")
     said["waited"] = records.lines

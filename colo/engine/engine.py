@@ -172,7 +172,7 @@ class Engine:
         done = 0
         while self._in_flight:
             done += self.step()
-            self._ranks.report(f"{what}, {done} of {len(requests)} done")
+            self._ranks.report(what, f"{done} of {len(requests)} done")
         found = {(completion.slot, completion.sample): completion for completion in self.finished()}
         completions = [found[request.slot, request.sample] for request in requests]
         self._require_same_tokens(completions, what)

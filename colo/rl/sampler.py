@@ -98,7 +98,7 @@ class Scorer:
         mine = items[ranks.group_rank :: ranks.tensor_parallel_size]
 
         def progress(done: int, total: int) -> None:
-            ranks.report(f"{what}, {done} of {total} done")
+            ranks.report(what, f"{done} of {total} done")
 
         share = ranks.agreed(lambda: self._rewards.score(mine, progress), what)
         scores = [share[rank][place] for place, rank in self._dealt(len(items))]
