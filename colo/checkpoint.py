@@ -14,18 +14,14 @@ import os
 import re
 import shutil
 from collections import deque
-from collections.abc import Iterator
 from itertools import chain
 from pathlib import Path
 from typing import Any, Protocol
 
-import torch
-from safetensors.torch import save_file
-from torch import Tensor
-
 from colo.config import Config
 from colo.ranks import Ranks
 from colo.rng import restore_rng, rng_state
+from colo.tensor_files import TensorSource, write_tensors
 from colo.types import NamedTensors
 
 logger = logging.getLogger(__name__)
@@ -97,25 +93,29 @@ def save_checkpoint(
     final = Path(config.run_dir) / "checkpoints" / f"step-{step}"
     rng = ranks.gather(rng_state(ranks.device), "saving")
     trainer = {"step": step, "policy": policy.state(), "extra": extra, "rng": rng}
-    tensors = {"model": iter(policy.weights()), "optimizer": iter(policy.optimizer_tensors())}
-
-    def write() -> None:
-        # Taking a tensor is a collective, so a rank that does not write, or no longer can, takes them all the same.
-        if not ranks.is_main:
-            deque(chain(*tensors.values()), maxlen=0)
-            return
+    tensors = {"model": TensorSource(policy.weights()), "optimizer": TensorSource(policy.optimizer_tensors())}
+    failure: Exception | None = None
+    if ranks.is_main:
         partial = final.with_name(f".{final.name}.partial-{os.getpid()}")
         try:
             remove_leftovers(Path(config.run_dir))
             _write_partial(partial, tensors, trainer, model_folder, max_file_bytes)
             _publish(partial, final)
-        except Exception:
-            deque(chain(*tensors.values()), maxlen=0)
+        except Exception as error:
             shutil.rmtree(partial, ignore_errors=True)
-            raise
-        _prune(final, config.keep_checkpoints)
+            if any(source.has_failed for source in tensors.values()):
+                raise  # in a collective, where the others still are: nothing can be agreed on
+            failure = error
+    # Taking a tensor is a collective, so a rank that does not write, or no longer can, takes them all the same.
+    deque(chain(*tensors.values()), maxlen=0)
 
-    ranks.agreed(write, f"saving step {step}")
+    def finish() -> None:
+        if failure is not None:
+            raise failure
+        if ranks.is_main:
+            _prune(final, config.keep_checkpoints)
+
+    ranks.agreed(finish, f"saving step {step}")
     return final
 
 
@@ -169,9 +169,10 @@ def find_damage(folder: Path) -> str | None:
         return f"{MANIFEST} is missing"
     try:
         files: dict[str, dict[str, Any]] = json.loads((folder / MANIFEST).read_text())["files"]
-    except (ValueError, KeyError) as error:
+        named = list(files.items())
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         return f"{MANIFEST} is damaged ({error})"
-    for name, expected in files.items():
+    for name, expected in named:
         path = folder / name
         if not path.is_file():
             return f"{name} is missing"
@@ -207,7 +208,7 @@ def remove_leftovers(run_dir: Path) -> None:
 
 def _write_partial(
     partial: Path,
-    tensors: dict[str, Iterator[tuple[str, Tensor]]],
+    tensors: "dict[str, TensorSource]",
     trainer: dict[str, Any],
     model_folder: Path,
     max_file_bytes: int,
@@ -218,44 +219,13 @@ def _write_partial(
             shutil.copyfile(path, partial / path.name)
     (partial / OPTIMIZER).mkdir()
     for stem, items in tensors.items():
-        _write_tensors(items, partial / OPTIMIZER if stem == OPTIMIZER else partial, stem, max_file_bytes)
+        write_tensors(items, partial / OPTIMIZER if stem == OPTIMIZER else partial, stem, max_file_bytes)
     (partial / TRAINER).write_text(json.dumps(trainer))
     paths = [path for path in sorted(partial.rglob("*")) if path.is_file()]
     files = {str(p.relative_to(partial)): {"bytes": p.stat().st_size, "sha256": _sha256(p)} for p in paths}
     (partial / MANIFEST).write_text(json.dumps({"files": files}, indent=1))
     for path in (*partial.rglob("*"), partial):
         _sync(path)
-
-
-def _write_tensors(items: Iterator[tuple[str, Tensor]], folder: Path, stem: str, max_file_bytes: int) -> None:
-    """One file, or several and their index, as save_pretrained names them; no file where there is no tensor."""
-    held: dict[str, Tensor] = {}
-    held_bytes = total_bytes = 0
-    parts: list[list[str]] = []
-
-    def write_held() -> None:
-        parts.append(list(held))
-        save_file(held, folder / f"{stem}-{len(parts)}.part", metadata={"format": "pt"})
-        held.clear()
-
-    for name, tensor in items:
-        if held and held_bytes + tensor.nbytes > max_file_bytes:
-            write_held()
-            held_bytes = 0
-        # A copy: safetensors refuses two names over one storage, which views of packed experts are.
-        held[name] = torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor.detach())
-        held_bytes += tensor.nbytes
-        total_bytes += tensor.nbytes
-    if held:
-        write_held()
-    index: dict[str, str] = {}
-    for number, names in enumerate(parts, start=1):
-        final = f"{stem}.safetensors" if len(parts) == 1 else f"{stem}-{number:05d}-of-{len(parts):05d}.safetensors"
-        (folder / f"{stem}-{number}.part").rename(folder / final)
-        index |= dict.fromkeys(names, final)
-    if len(parts) > 1:
-        content = {"metadata": {"total_size": total_bytes}, "weight_map": index}
-        (folder / f"{stem}.safetensors.index.json").write_text(json.dumps(content, indent=1))
 
 
 def _publish(partial: Path, final: Path) -> None:

@@ -5,7 +5,9 @@ size, are in `check_config`. Each raises a ValueError whose first line names the
 the value. Nothing assigns to a config after `colo.recipe.load_config` has built it.
 """
 
+import dataclasses
 import json
+import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -30,8 +32,17 @@ OWNED_BY_COLO = (
     "seed",
     "speculative_config",
     "tokenizer",
+    "prefill_context_parallel_size",
+    "decode_context_parallel_size",
+    "data_parallel_rank",
+    "nnodes",
+    "runner",
 )
 """vLLM options that colo sets itself; in `engine.vllm` they are refused."""
+MAX_WAIT_S = 10**8
+"""Three years; torch cannot count to infinity."""
+MAX_SEED = 2**31 - 1
+"""numpy takes 32 bits, and each replica's engine adds its number."""
 NOT_TRAINED = {"vision_config": "vision", "audio_config": "audio"}
 """What a model's config.json has where the model takes more than text; such a model is refused."""
 
@@ -45,6 +56,14 @@ def _at_least(section: str, config: Any, **limits: float) -> None:
     for name, low in limits.items():
         value = getattr(config, name)
         _check(f"{section}{name}", value >= low, f"at least {low}", value)
+
+
+def _check_finite(section: str, tree: dict[str, Any]) -> None:
+    for name, value in tree.items():
+        if isinstance(value, dict):
+            _check_finite(f"{section}{name}.", value)
+        elif isinstance(value, float):
+            _check(f"{section}{name}", math.isfinite(value), "a finite number", value)
 
 
 def _one_of(option: str, value: str, choices: tuple[str, ...]) -> None:
@@ -62,7 +81,7 @@ class RolloutConfig:
     max_new_tokens: int = 64
     """Length limit of a completion, in tokens."""
     temperature: float = 1.0
-    """Above 0; the policy divides its logits by the same number (docs/architecture.md, "One distribution")."""
+    """At least 0.01; the policy divides its logits by the same number (docs/architecture.md, "One distribution")."""
     top_p: float = 1.0
     """In (0, 1]; below 1 the engine reports logprobs over the full vocabulary, at temperature 1."""
     top_k: int = 0
@@ -78,7 +97,8 @@ class RolloutConfig:
 
     def __post_init__(self) -> None:
         _at_least("rollout.", self, num_prompts=1, group_size=2, max_new_tokens=1, top_k=0, max_prompt_tokens=1, save=0)
-        _check("rollout.temperature", self.temperature > 0, "above 0", self.temperature)
+        # vLLM raises a lower one to 0.01, and the policy would divide by another number.
+        _check("rollout.temperature", self.temperature >= 0.01, "at least 0.01", self.temperature)
         _check("rollout.top_p", 0 < self.top_p <= 1, "in (0, 1]", self.top_p)
         _check("rollout.stop", all(self.stop), "strings that are not empty", self.stop)
         _one_of("rollout.long_prompts", self.long_prompts, ("refuse", "drop"))
@@ -105,6 +125,11 @@ class EngineConfig:
         for name in self.vllm:
             if name in OWNED_BY_COLO:
                 raise ValueError(f"engine.vllm.{name} must be left out (colo sets it), got {self.vllm[name]!r}")
+        if self.vllm.get("quantization") is not None:
+            raise ValueError(
+                f"engine.vllm.quantization must be left out (a reload would not quantise), "
+                f"got {self.vllm['quantization']!r}"
+            )
         if "enable_lora" in self.vllm:
             raise ValueError(
                 f"engine.vllm.enable_lora must be left out (LoRA: not built yet), got {self.vllm['enable_lora']!r}"
@@ -220,7 +245,7 @@ class RanksConfig:
     """A wait says what it waits for after this long, and again each time it has passed."""
 
     def __post_init__(self) -> None:
-        _check("ranks.timeout_s", self.timeout_s > 0, "above 0", self.timeout_s)
+        _check("ranks.timeout_s", 0 < self.timeout_s <= MAX_WAIT_S, f"above 0 and at most {MAX_WAIT_S}", self.timeout_s)
         _check("ranks.notice_s", self.notice_s > 0, "above 0", self.notice_s)
 
 
@@ -278,6 +303,9 @@ class Config:
 
     def __post_init__(self) -> None:
         _at_least("", self, num_steps=1, eval_every=0, checkpoint_every=0, keep_checkpoints=1, seed=0)
+        _check("seed", self.seed <= MAX_SEED, f"at most {MAX_SEED}", self.seed)
+        _check("run_dir", bool(self.run_dir), "a folder's path", self.run_dir)
+        _check_finite("", dataclasses.asdict(self))
         _one_of("algorithm", self.algorithm, ALGORITHMS)
         _check("eval_every", not self.eval_every or bool(self.eval_prompts), "0 without eval_prompts", self.eval_every)
         if isinstance(self.reward, dict):

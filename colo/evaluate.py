@@ -10,7 +10,7 @@ from colo.engine.build import folder_tensors
 from colo.engine.engine import Engine
 from colo.ranks import stop_ranks
 from colo.rl.sampler import GREEDY_SEED, Generator, Scorer, to_groups
-from colo.start import Run, start
+from colo.start import Run, or_refused, start
 from colo.types import Request, Sampling
 
 
@@ -64,6 +64,7 @@ def evaluate(arguments: list[str]) -> None:
     """Score `model` (a folder or a checkpoint) on `eval_prompts` and write one JSON line to stdout. Collective."""
     run = start(arguments, is_training=False)
     engine = Engine(run.config, run.ranks, run.model_folder)
+    or_refused(engine.require_reloadable, run.ranks)
     with engine.awake(folder_tensors(run.model_folder), version=str(run.model_folder)):
         scores = Evaluator(run).run(engine, "evaluation")
     if run.ranks.is_main:

@@ -101,6 +101,8 @@ class Ranks:
     def agreed(self, do: Callable[[], T], what: str) -> list[T]:
         """Run `do` on every rank and return what each returned; if one raises, all raise. Collective.
 
+        No collective belongs into `do`: a rank that raises leaves it early, and the others would wait in it.
+
         Raises:
             ValueError: `do` raised one (bad input); the message is the first such rank's.
             RuntimeError: `do` raised anything else; the message names the rank. The rank that failed
@@ -111,19 +113,23 @@ class Ranks:
             result = do()
         except Exception as raised:  # noqa: BLE001 - raised again below, once every rank knows
             error = raised
-        rows = self.gather(
-            (result, None if error is None else f"{type(error).__name__}: {error}", type(error) is ValueError), what
-        )
-        failed = [(rank, message, is_input) for rank, (_, message, is_input) in enumerate(rows) if message]
+        message = None if error is None else f"{type(error).__name__}: {error}"
+        try:
+            rows = self.gather((result, message, type(error) is ValueError), what)
+        except Exception as lost:
+            if error is not None:
+                raise error from lost  # what went wrong first is what matters
+            raise
+        failed = [(rank, said, is_input) for rank, (_, said, is_input) in enumerate(rows) if said]
         if not failed:
             return [row[0] for row in rows]  # type: ignore[misc]
         if error is not None:
             raise error
-        rank, message, is_input = failed[0]
+        rank, said, is_input = failed[0]
         if is_input:
-            raise ValueError(message.removeprefix("ValueError: "))
+            raise ValueError(said.removeprefix("ValueError: "))
         self.give_way(rank)
-        raise RuntimeError(f"{what} failed on rank {rank}: {message}")
+        raise RuntimeError(f"{what} failed on rank {rank}: {said}")
 
     def give_way(self, rank: int) -> None:
         """Before raising about what went wrong on `rank`, let that rank end first: torchrun blames the first."""

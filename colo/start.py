@@ -1,5 +1,6 @@
 """From a command line to a run: read, agreed on by all ranks and checked, before vLLM or a model is touched."""
 
+import hashlib
 import json
 import logging
 import os
@@ -151,6 +152,13 @@ def _checked(arguments: Sequence[str], ranks: Ranks, is_training: bool) -> Run:
 
     found: list[Run] = []
     ranks.agreed(lambda: found.append(read()), "reading the prompts")
+    for option, prompts in (("prompts", found[0].prompts), ("eval_prompts", found[0].eval_prompts)):
+        digests = ranks.gather(hashlib.sha256(repr(prompts).encode()).hexdigest(), f"comparing {option}")
+        differ = [str(rank) for rank, other in enumerate(digests) if other != digests[0]]
+        if differ:
+            raise ValueError(
+                f"{option} must be the same on every rank, got other rows than rank 0's on rank {', '.join(differ)}"
+            )
     return found[0]
 
 
@@ -202,4 +210,10 @@ def check_length(config: Config, folder: Path) -> None:
         raise ValueError(
             f"rollout.max_prompt_tokens + rollout.max_new_tokens must be at most {limit}, "
             f"the max_position_embeddings of {config.model}, got {needed}"
+        )
+    longest = config.engine.vllm.get("max_model_len")
+    if limit is not None and longest is not None and int(longest) > limit:
+        raise ValueError(
+            f"engine.vllm.max_model_len must be at most {limit}, "
+            f"the max_position_embeddings of {config.model}, got {longest}"
         )

@@ -5,6 +5,7 @@ import signal
 import socket
 import threading
 import time
+from pathlib import Path
 
 from colo.ranks import Ranks
 
@@ -24,10 +25,10 @@ class StopRequest:
         self._asked = False
         self._read_fd, write_fd = os.pipe()
         os.set_blocking(write_fd, False)
-        ranks.store.set(f"process/{ranks.rank}", f"{socket.gethostname()} {os.getpid()}")
+        ranks.store.set(f"process/{ranks.rank}", f"{_host()} {os.getpid()}")
+        signal.set_wakeup_fd(write_fd, warn_on_full_buffer=False)
         signal.signal(signal.SIGTERM, self._on_sigterm)
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends a rank even while it waits inside a collective
-        signal.set_wakeup_fd(write_fd, warn_on_full_buffer=False)
         threading.Thread(target=self._watch, daemon=True, name="stop").start()
 
     def agreed(self) -> bool:
@@ -54,10 +55,21 @@ class StopRequest:
         if store.check([f"finished/{rank}"]) or not store.check([f"process/{rank}"]):
             return False
         host, pid = store.get(f"process/{rank}").decode().rsplit(" ", 1)
-        if host != socket.gethostname():
+        if host != _host():
             return False
         try:
             os.kill(int(pid), 0)
         except ProcessLookupError:
             return not store.check([f"finished/{rank}"])
         return False
+
+
+def _host() -> str:
+    """This host, and this container on it: a process id means something there alone."""
+    namespace = Path("/proc/self/ns/pid")
+    return f"{socket.gethostname()}/{os.readlink(namespace) if namespace.exists() else ''}/{_boot_id()}"
+
+
+def _boot_id() -> str:
+    path = Path("/proc/sys/kernel/random/boot_id")
+    return path.read_text().strip() if path.exists() else ""

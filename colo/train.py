@@ -21,7 +21,7 @@ from colo.checkpoint import (
 from colo.config import Config
 from colo.engine.engine import Engine
 from colo.evaluate import Evaluator
-from colo.metrics import open_metrics_log
+from colo.metrics import open_metrics_log, read_metrics
 from colo.policy.model import Policy
 from colo.ranks import Ranks, stop_ranks
 from colo.resume import save_options
@@ -44,6 +44,7 @@ def train(arguments: list[str]) -> None:
         lambda: ranks.from_main(lambda: checkpoint_to_resume(config), "finding a checkpoint"), ranks
     )
     engine = Engine(config, ranks, run.model_folder)
+    or_refused(engine.require_reloadable, ranks)
     policy = or_refused(lambda: Policy(config, ranks, run.model_folder), ranks)
     sampler = Sampler(config, ranks, run.prompts, run.rewards, run.tokenizer)
     evaluator = Evaluator(run)
@@ -86,6 +87,7 @@ def checkpoint_to_resume(config: Config) -> Path | None:
         ValueError: as `find_checkpoint`, or more steps are done than the run is to have.
     """
     folder = find_checkpoint(Path(config.run_dir), config.resume)
+    read_metrics(Path(config.run_dir) / "metrics.jsonl")  # refuses a damaged one before it is cut back
     if folder is not None:
         done = json.loads((folder / TRAINER).read_text())["step"]
         if done > config.num_steps:

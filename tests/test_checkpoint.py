@@ -186,7 +186,9 @@ def test_a_damaged_file_is_named_and_the_checkpoint_before_it_is_offered(
     assert find_damage(second) == f"optimizer/optimizer.safetensors has {len(content) - 1} bytes, not {len(content)}"
     path.unlink()
     assert find_damage(second) == "optimizer/optimizer.safetensors is missing"
-    (second / "manifest.json").write_text("{")
+    for damaged in ("[]", '{"files": []}', '{"files": {"a": 1}}', "{"):
+        (second / "manifest.json").write_text(damaged)
+        assert find_damage(second) is not None
     assert "manifest.json is damaged" in str(find_damage(second))
     (first / "trainer.json").unlink()
     with pytest.raises(ValueError, match="there is no whole one before it"):

@@ -9,7 +9,7 @@ PACKAGE = Path(__file__).resolve().parent.parent / "colo"
 ROWS = (
     ("installed",),
     ("config", "types", "ranks", "rng"),
-    ("recipe",),
+    ("recipe", "tensor_files"),
     ("resume",),
     ("rl",),
     ("policy", "engine"),

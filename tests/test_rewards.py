@@ -104,6 +104,16 @@ def test_a_list_larger_than_any_pipe_goes_through_and_comes_back_in_order() -> N
         assert [score.total for score in rewards.score([(prompt(), "x" * size) for size in sizes])] == sizes
 
 
+def test_what_a_function_draws_follows_from_the_completion_alone() -> None:
+    drawn = []
+    for texts in (["one", "two"], ["two", "one"]):
+        with rewards_of("draws") as rewards:
+            scores = rewards.score([(prompt(), text) for text in texts])
+            drawn.append(dict(zip(texts, [score.total for score in scores], strict=True)))
+    assert drawn[0] == drawn[1]
+    assert drawn[0]["one"] != drawn[0]["two"]
+
+
 def test_a_time_out_is_recorded_and_the_rest_is_scored(caplog: pytest.LogCaptureFixture) -> None:
     weights = {HERE + "sleeps": 2.0, HERE + "length": 1.0}
     with Rewards(weights, ScoringConfig(timeout_s=0.5, timeout_reward=-1.0)) as rewards:

@@ -177,6 +177,10 @@ def _without_a_tensor(folder: Path) -> None:
             lambda folder: _edited(folder, max_position_embeddings=40),
             "rollout.max_prompt_tokens + rollout.max_new_tokens must be at most 40, the max_position_embeddings of",
         ),
+        (
+            lambda folder: _edited(folder, max_position_embeddings=60),
+            "engine.vllm.max_model_len must be at most 60, the max_position_embeddings of",
+        ),
     ],
 )
 def test_a_model_that_cannot_be_trained_is_refused_before_the_engine_is_built(
@@ -255,3 +259,25 @@ def test_scoring_says_how_far_it_is_and_the_sleep_after_the_build_is_in_no_steps
 ) -> None:
     (saw,) = run_ranks(_score_and_build, tiny_models["qwen3"], tmp_path, world_size=1)
     assert saw == {"progress": "step 4: scoring, 1 of 3 done", "timings": {}}
+
+
+def test_prompts_that_differ_between_ranks_are_refused(tmp_path: Path) -> None:
+    launch = train(tmp_path / "run", "prompts=tests.reward_functions.rows_of_this_rank", expect=1)
+    assert launch.output.count("refused: prompts must be the same on every rank, got other rows") == 1
+    assert "on rank 1" in launch.output
+
+
+def test_a_prompts_function_that_raises_is_refused_with_its_traceback(tmp_path: Path) -> None:
+    launch = train(tmp_path / "run", "prompts=tests.reward_functions.no_rows", expect=1)
+    told = "refused: prompts must be a function that returns rows, got tests.reward_functions.no_rows, which raised"
+    assert launch.output.count(f"{told} ValueError: no rows today") == 1
+    assert "in no_rows" in launch.output
+
+
+def test_a_damaged_line_of_metrics_is_refused_before_anything_is_built(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    _run(run_dir)
+    (run_dir / "metrics.jsonl").write_text('{"step": 0}\nnot json\n{"step": 2}\n')
+    launch = train(run_dir, expect=1)
+    assert launch.output.count("must hold one JSON object a line, got line 2: 'not json'") == 1
+    assert "refused: " in launch.output

@@ -74,6 +74,8 @@ def _updates_of_every_kind(ranks: Ranks, folders: dict[str, Path]) -> dict[str, 
     halves = as_batch(_share(ranks, rows[:3], 1), _share(ranks, rows[3:], 2))
     results["several"] = _updated(ranks, folder, [halves], update={"num_minibatches": 2, "num_epochs": 2, "lr": 0.1})
     results["nothing"] = _updated(ranks, folder, [as_batch([])])
+    results["then nothing"] = _updated(ranks, folder, [batch, as_batch([])])
+    results["before it"] = _updated(ranks, folder, [batch])
     return results
 
 
@@ -204,13 +206,15 @@ def test_several_steps_clip_and_the_reference_stays(on_one: dict[str, Result]) -
     assert "kl/reference" not in several
 
 
-def test_a_step_without_loss_tokens_counts_and_changes_nothing(
+def test_a_minibatch_without_loss_tokens_is_no_optimizer_step(
     tiny_models: dict[str, Path], on_two: list[dict[str, Result]]
 ) -> None:
+    before, after = on_two[0]["before it"][0], on_two[0]["then nothing"][0]
+    assert _farthest(after, before) == 0, "momentum must not move the weights without a gradient"
     weights, (metrics,) = on_two[0]["nothing"]
     start = dict(AutoModelForCausalLM.from_pretrained(tiny_models["qwen3"]).named_parameters())
     assert _farthest(weights, start) == 0
-    assert metrics == {"loss": 0, "grad_norm": 0, "lr": 1e-2, "tokens/trained": 0, "version": 1}
+    assert metrics == {"loss": 0, "grad_norm": 0, "lr": 1e-2, "tokens/trained": 0, "version": 0}
 
 
 def test_bfloat16_compute_trains_float32_weights_in_the_same_direction(

@@ -51,7 +51,8 @@ def _launch(module: str, arguments: list[str]) -> None:
     compare(load_config(_split(arguments)[1]))
     # Not --shutdown-timeout: torch before 2.12 knows neither, and would stop at the flag.
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(SHUTDOWN_TIMEOUT_S))
-    os.environ.setdefault("OMP_NUM_THREADS", "1")  # as torchrun sets it, with a banner, for more ranks than one
+    if "--nproc-per-node=1" not in command:
+        os.environ.setdefault("OMP_NUM_THREADS", "1")  # as torchrun sets it for several ranks, with a banner
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # its warnings speak of torch's own set-up, once a rank
     sys.stdout.flush()
     os.execv(command[0], command)

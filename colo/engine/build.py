@@ -48,6 +48,8 @@ class VllmParts:
     """Only on CPU, where vLLM's own sleep frees nothing."""
     packed_experts: list[nn.Module]
     """Expert modules to pack again after each reload; none on CUDA."""
+    unreloadable: str = ""
+    """What of the model cannot be reloaded in place."""
 
     @property
     def on_cpu(self) -> bool:
@@ -117,8 +119,10 @@ def build_vllm(config: Config, ranks: Ranks, model_folder: Path) -> VllmParts:
         return VllmParts(llm=llm, model=model, dtype=dtype, cpu_sleep=None, packed_experts=[])
     draft = worker.get_draft_model()
     cpu_sleep = CpuSleep([model] if draft is None else [model, draft], _kv_caches(llm))
-    packed = find_packed_experts(model, folder_tensors(model_folder))
-    return VllmParts(llm=llm, model=model, dtype=dtype, cpu_sleep=cpu_sleep, packed_experts=packed)
+    packed, unreloadable = find_packed_experts(model, folder_tensors(model_folder))
+    return VllmParts(
+        llm=llm, model=model, dtype=dtype, cpu_sleep=cpu_sleep, packed_experts=packed, unreloadable=unreloadable
+    )
 
 
 def folder_tensors(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:

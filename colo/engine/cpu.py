@@ -160,15 +160,15 @@ def trim_heap() -> None:
     ctypes.CDLL("libc.so.6").malloc_trim(0)
 
 
-def find_packed_experts(model: nn.Module, folder_weights: NamedTensors) -> list[nn.Module]:
+def find_packed_experts(model: nn.Module, folder_weights: NamedTensors) -> tuple[list[nn.Module], str]:
     """The expert modules that a plain `load_weights` leaves in a layout that the CPU kernels misread.
 
     vLLM 0.32.0 packs expert weights in place after the build, in the same shape, and only then: after a reload the
     bytes equal the policy's and the output is wrong (github.com/vllm-project/vllm/issues/42821). So the folder's own
     tensors are loaded again, which must change nothing; where it does, packing must bring the build's bytes back.
 
-    Raises:
-        ValueError: it does not; such a model cannot be reloaded in place.
+    Returns:
+        The modules to pack again after each reload, and the class of one that packing does not bring back.
     """
     packed = {
         module: [w.detach().clone() for w in _expert_weights(module)]
@@ -176,17 +176,13 @@ def find_packed_experts(model: nn.Module, folder_weights: NamedTensors) -> list[
         if _expert_kernel(module)
     }
     if not packed:
-        return []
+        return [], ""
     with torch.no_grad():
         model.load_weights(folder_weights)  # type: ignore[operator]
     needy = [module for module, built in packed.items() if not _holds(module, built)]
     repack_experts(needy)
-    for module in needy:
-        if not _holds(module, packed[module]):
-            raise ValueError(
-                f"model must have experts that can be reloaded in place, got {type(module).__name__} that cannot"
-            )
-    return needy
+    lost = [type(module).__name__ for module in needy if not _holds(module, packed[module])]
+    return needy, lost[0] if lost else ""
 
 
 def repack_experts(modules: list[nn.Module]) -> None:

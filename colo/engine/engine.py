@@ -38,6 +38,20 @@ class Engine:
         self.sleep()
         self._timings.clear()  # the sleep after the build is part of no step
 
+    def require_reloadable(self) -> None:
+        """Refuse a model that this backend cannot reload in place. Collective.
+
+        Raises:
+            ValueError: on every rank.
+        """
+        found = self._parts.unreloadable
+
+        def judge() -> None:
+            if found:
+                raise ValueError(f"model must have experts that can be reloaded in place, got {found} that cannot")
+
+        self._ranks.agreed(judge, "trying a reload")
+
     @property
     def weight_version(self) -> str:
         """The label of the weights that are loaded; empty while none is known."""

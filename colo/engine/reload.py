@@ -26,7 +26,9 @@ def load_weights(parts: VllmParts, weights: NamedTensors) -> int:
         nonlocal num_bytes
         for name, tensor in weights:
             tensor = tensor.detach()
-            if tensor.is_floating_point():  # cast here: vLLM warns once a tensor when it has to
+            # Cast here what is large: vLLM warns once a tensor when it has to. A vector may be a buffer that vLLM keeps
+            # in float32 (a router's bias), so its own copy casts it, or not.
+            if tensor.is_floating_point() and tensor.ndim > 1:
                 tensor = tensor.to(parts.dtype)
             num_bytes += tensor.nbytes
             yield name, tensor

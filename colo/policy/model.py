@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from colo.config import Config
 from colo.policy import optimizer as adamw
 from colo.policy.names import stored_tensors
-from colo.policy.scorer import check_head
+from colo.policy.scorer import check_head, head_difference
 from colo.policy.shard import decoder_layers, load_weights, sharded_model
 from colo.policy.update import update_policy
 from colo.ranks import Ranks
@@ -45,7 +45,8 @@ class Policy:
             model_folder, ranks, dtype=dtype, compute_dtype=compute_dtype, chunk_tokens=chunk_tokens
         )
         # Rounding may differ between ranks, and a rank that refuses alone would leave the others waiting.
-        ranks.agreed(lambda: check_head(self.scorer, ranks.device, compute_dtype), "checking the head")
+        difference = head_difference(self.scorer, ranks.device)
+        ranks.agreed(lambda: check_head(self.scorer, difference, compute_dtype), "checking the head")
         if config.policy.gradient_checkpointing:
             _recompute_layers(self.scorer)
         self.optimizer = adamw.make_optimizer(list(self.parameters.values()), config.update)

@@ -59,7 +59,8 @@ def local_gradients(parameters: list[nn.Parameter]) -> list[Tensor]:
 
 def sum_of_squares(gradients: list[Tensor]) -> float:
     """Of all elements of this rank's shards."""
-    return torch.nn.utils.get_total_norm(gradients).item() ** 2
+    # In float32 whatever the gradients are in: a norm in bfloat16 has 8 bits.
+    return torch.nn.utils.get_total_norm([gradient.float() for gradient in gradients]).item() ** 2
 
 
 def clip(gradients: list[Tensor], grad_norm: float, max_grad_norm: float) -> None:

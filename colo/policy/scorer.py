@@ -37,7 +37,7 @@ class Scorer(nn.Module):
         Args:
             token_ids_BT: [B, T] int64.
             temperature: Logits are divided by it.
-            by_hf: Take the logits from transformers' own forward, whole; for `check_head` alone.
+            by_hf: Take the logits from transformers' own forward, whole; for `head_difference` alone.
 
         Returns:
             As `token_logprobs`.
@@ -61,19 +61,23 @@ class Scorer(nn.Module):
         return logits_NV
 
 
-def check_head(scorer: Any, device: torch.device, compute_dtype: torch.dtype) -> None:
-    """Compare the chunked head with transformers' own on a few tokens. Collective.
-
-    Raises:
-        ValueError: they differ: the model does something to its logits that colo does not know.
-    """
+def head_difference(scorer: Any, device: torch.device) -> float:
+    """The largest difference, in nats, of the chunked head's logprobs and transformers' own. Collective."""
     vocab_size = scorer.hf.config.get_text_config().vocab_size
     token_ids_BT = (torch.arange(NUM_CHECK_TOKENS, device=device) * 31 % vocab_size)[None]
     with torch.no_grad():
         ours_BT, _ = scorer(token_ids_BT, 1.0)
         theirs_BT, _ = scorer(token_ids_BT, 1.0, by_hf=True)
     scorer.reshard()
-    difference = (ours_BT - theirs_BT).abs().max().item()
+    return (ours_BT - theirs_BT).abs().max().item()
+
+
+def check_head(scorer: Any, difference: float, compute_dtype: torch.dtype) -> None:
+    """Judge what `head_difference` found.
+
+    Raises:
+        ValueError: too much: the model does something to its logits that colo does not know.
+    """
     if not difference <= CHECK_TOLERANCE[compute_dtype]:
         raise ValueError(
             "model must compute its logits as its head times the last hidden states, "

@@ -203,11 +203,15 @@ def _optimizer_step(policy: "Policy", minibatch: _Minibatch, loss: float) -> tup
                 raise RuntimeError(
                     f"optimizer update {policy.num_updates}: {what} must be finite, got {row[column]} on rank {rank}"
                 )
-    if minibatch.num_loss_tokens == 0 and policy.ranks.is_main:
-        logger.warning("optimizer update %d: no token trains on any rank, so its gradient is zero", policy.num_updates)
+    lr = adamw.learning_rate(policy.num_updates, config.num_updates, config.update)
+    if minibatch.num_loss_tokens == 0:
+        # Not a step: AdamW's momentum and weight decay would move the weights all the same.
+        policy.optimizer.zero_grad()
+        if policy.ranks.is_main:
+            logger.warning("optimizer update %d is left out: no token trains on any rank", policy.num_updates)
+        return 0.0, 0.0, lr
     grad_norm = math.sqrt(sum(row[1] for row in rows))
     adamw.clip(gradients, grad_norm, config.update.max_grad_norm)
-    lr = adamw.learning_rate(policy.num_updates, config.num_updates, config.update)
     for group in policy.optimizer.param_groups:
         group["lr"] = lr
     policy.optimizer.step()

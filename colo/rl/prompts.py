@@ -1,7 +1,8 @@
 """Prompts: read, tokenized and checked once, and which of them a step takes."""
 
 import json
-from collections.abc import Iterator, Sequence
+import traceback
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -45,7 +46,7 @@ def load_rows(source: str, option: str) -> list[dict[str, Any]]:
     elif "/" in source or source.endswith(".jsonl"):
         raise ValueError(f"{option} must be a JSONL file that exists, or a function's dotted path, got {source!r}")
     else:
-        rows = load_function(source, option)()
+        rows = _rows_of(load_function(source, option), source, option)
         if not isinstance(rows, list):
             raise ValueError(
                 f"{option} must be a function that returns a list of rows, got a {type(rows).__name__} from {source}"
@@ -56,6 +57,16 @@ def load_rows(source: str, option: str) -> list[dict[str, Any]]:
     if not rows:
         raise ValueError(f"{option} must hold at least one prompt, got none in {source}")
     return rows
+
+
+def _rows_of(function: Callable[[], Any], source: str, option: str) -> Any:
+    try:
+        return function()
+    except Exception as error:
+        raise ValueError(
+            f"{option} must be a function that returns rows, got {source}, which raised {type(error).__name__}: {error}"
+            f"\n{traceback.format_exc()}"
+        ) from error
 
 
 def load_prompts(source: str, option: str, tokenizer: "PreTrainedTokenizerBase", rollout: RolloutConfig) -> PromptSet:

@@ -8,9 +8,11 @@ details). It ends with its parent: with the connection, and on Linux in the midd
 import ctypes
 import math
 import os
+import random
 import signal
 import sys
 import traceback
+import zlib
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any, SupportsFloat
@@ -43,7 +45,15 @@ def serve(descriptor: int, parent: int) -> None:
             return
         connection.send("started")
         for path, text, fields in calls:
+            _seed_generators(f"{path} {text}")
             connection.send(_call(functions[path], text, fields))
+
+
+def _seed_generators(text: str) -> None:
+    """Make what a function draws a matter of the completion alone: a run that is resumed scores it alike."""
+    random.seed(text)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(zlib.crc32(text.encode()))
 
 
 def _call(function: Callable[..., Any], text: str, fields: dict[str, Any]) -> tuple[str, float | str]:

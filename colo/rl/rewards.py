@@ -223,6 +223,7 @@ class Rewards:
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=2,  # what a function prints is for a person, and must not mix with ours
+                env={**os.environ, "PYTHONHASHSEED": "0"},  # an order of a set is no matter of chance
                 start_new_session=True,  # SIGTERM reaches a rank's whole group, and its last step still needs rewards
             )
         try:
