@@ -10,7 +10,7 @@ import yaml
 from colo.config import TINY, Config
 from colo.recipe import to_yaml
 
-CONFIG = "config.yaml"
+CONFIG, PROMPTS = "config.yaml", "prompts.sha256"
 MAY_CHANGE = frozenset(
     {
         "run_dir",
@@ -70,12 +70,27 @@ def refuse_other_tiny_model(config: Config) -> None:
         _refuse_differences(config, "the tiny model in run_dir is of that run", only=("model", "seed"))
 
 
-def save_options(config: Config) -> None:
-    """Write run_dir/config.yaml whole, or not at all."""
-    path = Path(config.run_dir) / CONFIG
-    partial = path.with_name(f".{CONFIG}.partial-{os.getpid()}")
-    partial.write_text(to_yaml(config))
-    partial.replace(path)
+def refuse_changed_prompts(config: Config, digest: str) -> None:
+    """Refuse to go on with other rows than the run was started with: which rows a step takes follows from all of them.
+
+    Raises:
+        ValueError: the source of `prompts` has changed.
+    """
+    path = Path(config.run_dir) / PROMPTS
+    if holds_run(Path(config.run_dir)) and path.is_file() and path.read_text() != digest:
+        raise ValueError(
+            f"prompts must hold the rows that the run in {config.run_dir} was started with, got others from "
+            f"{config.prompts!r}\ngive another run_dir, or remove {config.run_dir}"
+        )
+
+
+def save_options(config: Config, prompts_digest: str) -> None:
+    """Write run_dir/config.yaml and the digest of the prompts, each whole or not at all."""
+    for name, text in ((CONFIG, to_yaml(config)), (PROMPTS, prompts_digest)):
+        path = Path(config.run_dir) / name
+        partial = path.with_name(f".{name}.partial-{os.getpid()}")
+        partial.write_text(text)
+        partial.replace(path)
 
 
 def _refuse_differences(config: Config, why: str, only: tuple[str, ...] = ()) -> None:

@@ -20,7 +20,7 @@ from colo.policy.shard import check_trainable, read_model_config
 from colo.policy.tiny import make_tiny_model
 from colo.ranks import Ranks, join_engine_group, start_ranks
 from colo.recipe import config_hash, load_config
-from colo.resume import refuse_changed_options, refuse_other_tiny_model
+from colo.resume import refuse_changed_options, refuse_changed_prompts, refuse_other_tiny_model
 from colo.rl.prompts import load_prompts
 from colo.rl.rewards import Rewards
 from colo.rng import seed_generators
@@ -152,14 +152,23 @@ def _checked(arguments: Sequence[str], ranks: Ranks, is_training: bool) -> Run:
 
     found: list[Run] = []
     ranks.agreed(lambda: found.append(read()), "reading the prompts")
-    for option, prompts in (("prompts", found[0].prompts), ("eval_prompts", found[0].eval_prompts)):
-        digests = ranks.gather(hashlib.sha256(repr(prompts).encode()).hexdigest(), f"comparing {option}")
+    run = found[0]
+    for option, prompts in (("prompts", run.prompts), ("eval_prompts", run.eval_prompts)):
+        digests = ranks.gather(rows_digest(prompts), f"comparing {option}")
         differ = [str(rank) for rank, other in enumerate(digests) if other != digests[0]]
         if differ:
             raise ValueError(
                 f"{option} must be the same on every rank, got other rows than rank 0's on rank {', '.join(differ)}"
             )
-    return found[0]
+    if is_training:
+        digest = rows_digest(run.prompts)
+        ranks.from_main(lambda: refuse_changed_prompts(config, digest), "comparing the prompts with the run's")
+    return run
+
+
+def rows_digest(prompts: list[Prompt]) -> str:
+    """Of every row's tokens, text and fields, in order."""
+    return hashlib.sha256(repr(prompts).encode()).hexdigest()
 
 
 def model_folder(config: Config) -> Path:

@@ -16,7 +16,7 @@ from colo.config import Config, ScoringConfig
 from colo.engine.engine import Engine
 from colo.ranks import Ranks
 from colo.recipe import load_config
-from colo.resume import refuse_changed_options, refuse_other_tiny_model, save_options
+from colo.resume import refuse_changed_options, refuse_changed_prompts, refuse_other_tiny_model, save_options
 from colo.rl.rewards import Rewards
 from colo.rl.sampler import Scorer
 from colo.start import check_model, model_folder, read_tokenizer
@@ -34,7 +34,7 @@ def _config(run_dir: Path, *overrides: str) -> Config:
 def _run(run_dir: Path, *overrides: str) -> Path:
     """A run_dir as a run with these options leaves it after its first step; returns its config.yaml."""
     run_dir.mkdir(exist_ok=True)
-    save_options(_config(run_dir, *overrides))
+    save_options(_config(run_dir, *overrides), "digest of its prompts")
     (run_dir / "metrics.jsonl").write_text('{"step": 0}\n')
     return run_dir / "config.yaml"
 
@@ -120,6 +120,16 @@ def test_num_steps_may_change_only_where_the_learning_rates_do_not_follow_from_i
     refuse_changed_options(_config(tmp_path, "update.schedule=linear"))
     told = _refusal(lambda: refuse_changed_options(_config(tmp_path, "update.schedule=linear", "num_steps=40")))
     assert told == (f"num_steps must be 30 as in {path} (update.schedule=linear sets the learning rates by it), got 40")
+
+
+def test_a_run_whose_prompts_have_changed_is_refused(tmp_path: Path) -> None:
+    config = _config(tmp_path / "run")
+    refuse_changed_prompts(config, "anything: there is no run yet")
+    _run(tmp_path / "run")
+    refuse_changed_prompts(config, "digest of its prompts")
+    told = _refusal(lambda: refuse_changed_prompts(config, "of others"))
+    assert told.startswith("prompts must hold the rows that the run in ")
+    assert "got others from 'colo.rl.tasks.letters'" in told
 
 
 def test_an_evaluation_takes_other_options_but_not_another_tiny_model(tmp_path: Path) -> None:
@@ -277,6 +287,7 @@ def test_a_prompts_function_that_raises_is_refused_with_its_traceback(tmp_path: 
 def test_a_damaged_line_of_metrics_is_refused_before_anything_is_built(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     _run(run_dir)
+    (run_dir / "prompts.sha256").unlink()
     (run_dir / "metrics.jsonl").write_text('{"step": 0}\nnot json\n{"step": 2}\n')
     launch = train(run_dir, expect=1)
     assert launch.output.count("must hold one JSON object a line, got line 2: 'not json'") == 1
