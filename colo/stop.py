@@ -4,7 +4,6 @@ import os
 import signal
 import socket
 import threading
-import time
 from pathlib import Path
 
 from colo.ranks import Ranks
@@ -23,30 +22,39 @@ class StopRequest:
     def __init__(self, ranks: Ranks) -> None:
         self._ranks = ranks
         self._asked = False
-        self._read_fd, write_fd = os.pipe()
-        os.set_blocking(write_fd, False)
+        self._done = threading.Event()
+        self._read_fd, self._write_fd = os.pipe()
+        os.set_blocking(self._write_fd, False)
         ranks.store.set(f"process/{ranks.rank}", f"{_host()} {os.getpid()}")
-        signal.set_wakeup_fd(write_fd, warn_on_full_buffer=False)
+        signal.set_wakeup_fd(self._write_fd, warn_on_full_buffer=False)
         signal.signal(signal.SIGTERM, self._on_sigterm)
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends a rank even while it waits inside a collective
-        threading.Thread(target=self._watch, daemon=True, name="stop").start()
+        self._thread = threading.Thread(target=self._watch, daemon=True, name="stop")
+        self._thread.start()
 
     def agreed(self) -> bool:
         """True on every rank if one was asked to stop. Collective."""
         return self._ranks.any(self._asked, "agreeing whether to stop")
 
     def finished(self) -> None:
-        """This rank's work is done; nobody is to take its end for a failure."""
+        """Every rank's work is done: no end is a failure any more, and nothing is watched. Collective.
+
+        The thread must not outlive the interpreter: Python ends a daemon thread that comes back from C++ (the store's)
+        by unwinding it, which aborts the process.
+        """
         self._ranks.store.set(f"finished/{self._ranks.rank}", "1")
+        self._ranks.gather(None, "finishing")  # no rank ends, and with it perhaps the store, before all are here
+        self._done.set()
+        os.write(self._write_fd, b"\0")
+        self._thread.join()
 
     def _on_sigterm(self, signum: int, frame: object) -> None:
         self._asked = True
 
     def _watch(self) -> None:
-        while signal.SIGTERM not in os.read(self._read_fd, 64):
+        while not self._done.is_set() and signal.SIGTERM not in os.read(self._read_fd, 64):
             pass
-        while True:
-            time.sleep(LOOK_EVERY_S)
+        while not self._done.wait(LOOK_EVERY_S):
             if any(self._is_gone(rank) for rank in range(self._ranks.world_size)):
                 os._exit(1)
 

@@ -1,6 +1,9 @@
 """What ranks say to each other: reduced values, failures that all know of, and who is waited for."""
 
 import logging
+import os
+import signal
+import threading
 import time
 from typing import Any
 
@@ -8,6 +11,7 @@ import torch
 from torch.distributed.distributed_c10d import _get_default_group
 
 from colo.ranks import Ranks, join_engine_group
+from colo.stop import StopRequest
 from tests.ranks import run_ranks
 
 
@@ -72,3 +76,20 @@ def test_ranks_agree_and_say_what_they_wait_for() -> None:
     assert other["other"] == "KeyError: 'lost'", "the rank that failed shows its own error"
     assert "rank 0: step 4: scoring: waiting for rank 1 in rollout, 3 of 8 done" in main["waited"]
     assert other["waited"] == [], "nobody is late for the last one"
+
+
+def _stop(ranks: Ranks) -> tuple[list[bool], list[str]]:
+    stop = StopRequest(ranks)
+    asked = [stop.agreed()]
+    if ranks.rank == 1:
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(1.5)  # the thread has looked at the other ranks
+    asked.append(stop.agreed())
+    stop.finished()
+    return asked, [thread.name for thread in threading.enumerate() if thread.name == "stop"]
+
+
+def test_a_stop_is_agreed_on_and_its_thread_ends_before_the_process_does() -> None:
+    for asked, threads in run_ranks(_stop):
+        assert asked == [False, True]
+        assert threads == [], "a daemon thread that comes back from C++ at exit aborts the process"
