@@ -44,6 +44,8 @@ class Run:
     """`model`, or the tiny model made in run_dir."""
     tokenizer: PreTrainedTokenizerBase
     prompts: list[Prompt]
+    prompts_digest: str
+    """`rows_digest` of them."""
     eval_prompts: list[Prompt]
     rewards: Rewards
 
@@ -108,12 +110,7 @@ def refuse_more_ranks_than_gpus(num_gpus: int) -> None:
 def _checked(arguments: Sequence[str], ranks: Ranks, is_training: bool) -> Run:
     """The run, or a ValueError on every rank."""
     config: Config = ranks.agreed(lambda: load_config(list(arguments)), "reading the recipe")[ranks.rank]
-    hashes = ranks.gather(config_hash(config), "comparing the recipe")
-    differ = [str(rank) for rank, other in enumerate(hashes) if other != hashes[0]]
-    if differ:
-        raise ValueError(
-            f"the recipe must be the same on every rank, got another than rank 0's on rank {', '.join(differ)}"
-        )
+    require_same("the recipe", "another", config_hash(config), ranks)
     ranks.agreed(lambda: check_config(config, ranks.world_size, is_training=is_training), "checking the recipe")
     if not is_training and not config.eval_prompts:
         raise ValueError(f"eval_prompts must be a JSONL file or a function's dotted path, got {config.eval_prompts!r}")
@@ -146,6 +143,7 @@ def _checked(arguments: Sequence[str], ranks: Ranks, is_training: bool) -> Run:
             model_folder=folder,
             tokenizer=tokenizer,
             prompts=prompts.prompts,
+            prompts_digest=rows_digest(prompts.prompts),
             eval_prompts=held_out.prompts if held_out else [],
             rewards=rewards,
         )
@@ -153,17 +151,27 @@ def _checked(arguments: Sequence[str], ranks: Ranks, is_training: bool) -> Run:
     found: list[Run] = []
     ranks.agreed(lambda: found.append(read()), "reading the prompts")
     run = found[0]
-    for option, prompts in (("prompts", run.prompts), ("eval_prompts", run.eval_prompts)):
-        digests = ranks.gather(rows_digest(prompts), f"comparing {option}")
-        differ = [str(rank) for rank, other in enumerate(digests) if other != digests[0]]
-        if differ:
-            raise ValueError(
-                f"{option} must be the same on every rank, got other rows than rank 0's on rank {', '.join(differ)}"
-            )
+    require_same("prompts", "other rows", run.prompts_digest, ranks)
+    require_same("eval_prompts", "other rows", rows_digest(run.eval_prompts), ranks)
     if is_training:
-        digest = rows_digest(run.prompts)
-        ranks.from_main(lambda: refuse_changed_prompts(config, digest), "comparing the prompts with the run's")
+        ranks.from_main(
+            lambda: refuse_changed_prompts(config, run.prompts_digest), "comparing the prompts with the run's"
+        )
     return run
+
+
+def require_same(what: str, other: str, digest: str, ranks: Ranks) -> None:
+    """Refuse what ranks read differently, by a digest of it. Collective.
+
+    Raises:
+        ValueError: on every rank; it names those that differ from rank 0.
+    """
+    digests = ranks.gather(digest, f"comparing {what}")
+    differ = [str(rank) for rank, found in enumerate(digests) if found != digests[0]]
+    if differ:
+        raise ValueError(
+            f"{what} must be the same on every rank, got {other} than rank 0's on rank {', '.join(differ)}"
+        )
 
 
 def rows_digest(prompts: list[Prompt]) -> str:

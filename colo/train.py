@@ -27,7 +27,7 @@ from colo.ranks import Ranks, stop_ranks
 from colo.resume import save_options
 from colo.rl.batch import make_batch
 from colo.rl.sampler import Sampler
-from colo.start import or_refused, rows_digest, start
+from colo.start import or_refused, start
 from colo.stop import StopRequest
 
 logger = logging.getLogger(__name__)
@@ -50,7 +50,7 @@ def train(arguments: list[str]) -> None:
     evaluator = Evaluator(run)
     first_step, means = or_refused(lambda: take_up(checkpoint, config, policy, ranks), ranks)
     log = open_metrics_log(config, first_step, ranks, means)
-    ranks.from_main(lambda: save_options(config, rows_digest(run.prompts)), "writing config.yaml")
+    ranks.from_main(lambda: save_options(config, run.prompts_digest), "writing config.yaml")
 
     for step in range(first_step, config.num_steps):
         started = time.perf_counter()

@@ -172,7 +172,11 @@ def _kv_caches(llm: "LLM") -> list[torch.Tensor]:
 
 @contextmanager
 def _kept_process_state() -> Iterator[None]:
-    """Undo what a build does to this process: it seeds every generator, freezes the collector, renames hosts."""
+    """Undo what a build does to this process: it seeds every generator, and sets LOCAL_WORLD_SIZE.
+
+    It also freezes all live objects out of the garbage collector's sight. They stay so: a collection over those 700,000
+    takes 0.3 s, and vLLM collects four times a switch.
+    """
     cuda = torch.cuda.is_available()
     local_world_size = os.environ.get("LOCAL_WORLD_SIZE")
     kept = (
