@@ -14,15 +14,17 @@ import os
 import re
 import shutil
 from collections import deque
+from collections.abc import Iterable
 from itertools import chain
 from pathlib import Path
 from typing import Any, Protocol
+
+from torch import Tensor
 
 from colo.config import Config
 from colo.ranks import Ranks
 from colo.rng import restore_rng, rng_state
 from colo.tensor_files import TensorSource, write_tensors
-from colo.types import NamedTensors
 
 logger = logging.getLogger(__name__)
 MANIFEST, TRAINER = "manifest.json", "trainer.json"
@@ -39,12 +41,12 @@ LEFTOVERS = ".step-*"
 class Trained(Protocol):
     """What a checkpoint saves and restores; `colo.policy.model.Policy` is one."""
 
-    def weights(self) -> NamedTensors:
-        """(checkpoint name, full tensor). Collective: every rank takes all of them."""
+    def full_weights(self) -> Iterable[tuple[str, Tensor]]:
+        """(checkpoint name, whole tensor). Collective: every rank takes all of them."""
         ...
 
-    def optimizer_tensors(self) -> NamedTensors:
-        """(name, full tensor). Collective, as for weights."""
+    def optimizer_tensors(self) -> Iterable[tuple[str, Tensor]]:
+        """(name, whole tensor). Collective, as for the weights."""
         ...
 
     def load(self, folder: Path) -> None:
@@ -93,7 +95,7 @@ def save_checkpoint(
     final = Path(config.run_dir) / "checkpoints" / f"step-{step}"
     rng = ranks.gather(rng_state(ranks.device), "saving")
     trainer = {"step": step, "policy": policy.state(), "extra": extra, "rng": rng}
-    tensors = {"model": TensorSource(policy.weights()), "optimizer": TensorSource(policy.optimizer_tensors())}
+    tensors = {"model": TensorSource(policy.full_weights()), "optimizer": TensorSource(policy.optimizer_tensors())}
     failure: Exception | None = None
     if ranks.is_main:
         partial = final.with_name(f".{final.name}.partial-{os.getpid()}")

@@ -14,10 +14,18 @@ from typing import Any
 
 from omegaconf import MISSING
 
-from colo.installed import check_engine_options, is_installed
+from colo.installed import (
+    ENGINE_ARGS,
+    SPECULATIVE_CONFIG,
+    check_vllm_options,
+    is_installed,
+    known_choices,
+)
 
 ALGORITHMS = ("grpo", "dr_grpo", "rloo")
 SLEEP_DEPTHS = ("none", "1", "2")
+TRANSPORTS = ("auto", "peer", "gather")
+PROOFS = ("every", "first", "off")
 DTYPES = ("float32", "bfloat16")
 TINY = "tiny:"
 TINY_FAMILIES = ("qwen3", "qwen2", "llama", "gemma3", "qwen3_moe")
@@ -31,6 +39,9 @@ OWNED_BY_COLO = (
     "logprobs_mode",
     "seed",
     "speculative_config",
+    "spec_method",
+    "spec_model",
+    "spec_tokens",
     "tokenizer",
     "prefill_context_parallel_size",
     "decode_context_parallel_size",
@@ -39,6 +50,16 @@ OWNED_BY_COLO = (
     "runner",
 )
 """vLLM options that colo sets itself; in `engine.vllm` they are refused."""
+OWNED_BY_VLLM = (
+    "target_model_config",
+    "target_parallel_config",
+    "draft_model_config",
+    "draft_parallel_config",
+    "tensor_parallel_size",
+)
+"""Fields of vLLM's speculative_config that it fills in itself; in `engine.speculative` they are refused."""
+WITHOUT_DRAFT_FOLDER = ("ngram", "ngram_gpu", "suffix", "custom_class")
+"""Methods of speculation whose `model`, if they take one, is no folder."""
 MAX_WAIT_S = 10**8
 """Three years; torch cannot count to infinity."""
 MAX_SEED = 2**31 - 1
@@ -114,6 +135,10 @@ class EngineConfig:
     """How deep the engine sleeps while the policy updates: none, 1 (weights to host), 2 (weights dropped)."""
     vllm: dict[str, Any] = field(default_factory=dict)
     """Passed to vllm.LLM under vLLM's own names (gpu_memory_utilization, max_model_len, enforce_eager, ...)."""
+    speculative: dict[str, Any] = field(default_factory=dict)
+    """Passed to vLLM as its speculative_config (method, model, num_speculative_tokens, ...); empty is off."""
+    draft_floor: float = 0.5
+    """In [0, 1]; an acceptance of draft tokens below this share of its running mean is an alarm."""
 
     def __post_init__(self) -> None:
         _at_least("engine.", self, tensor_parallel_size=1)
@@ -124,7 +149,8 @@ class EngineConfig:
         _one_of("engine.sleep", self.sleep, SLEEP_DEPTHS)
         for name in self.vllm:
             if name in OWNED_BY_COLO:
-                raise ValueError(f"engine.vllm.{name} must be left out (colo sets it), got {self.vllm[name]!r}")
+                instead = "engine.speculative has it" if name.startswith("spec") else "colo sets it"
+                raise ValueError(f"engine.vllm.{name} must be left out ({instead}), got {self.vllm[name]!r}")
         if self.vllm.get("quantization") is not None:
             raise ValueError(
                 f"engine.vllm.quantization must be left out (a reload would not quantise), "
@@ -134,6 +160,58 @@ class EngineConfig:
             raise ValueError(
                 f"engine.vllm.enable_lora must be left out (LoRA: not built yet), got {self.vllm['enable_lora']!r}"
             )
+        kept = self.vllm.get("sleep_preserve_parameter_names", [])
+        is_list = isinstance(kept, list) and all(isinstance(name, str) for name in kept)
+        _check("engine.vllm.sleep_preserve_parameter_names", is_list, "a list of strings", kept)
+        _check("engine.draft_floor", 0 <= self.draft_floor <= 1, "in [0, 1]", self.draft_floor)
+        if self.speculative:
+            self._check_speculative()
+
+    def _check_speculative(self) -> None:
+        options = self.speculative
+        for name in OWNED_BY_VLLM:
+            if name in options:
+                raise ValueError(f"engine.speculative.{name} must be left out (vLLM sets it), got {options[name]!r}")
+        for name in ("method", "model"):
+            if options.get(name) is not None:
+                _check(f"engine.speculative.{name}", isinstance(options[name], str), "a string", options[name])
+        has_kind = bool(options.get("method") or options.get("model"))
+        _check("engine.speculative", has_kind, "a map with method or model", options)
+        number = options.get("num_speculative_tokens")
+        is_number = type(number) is int and number >= 1
+        _check("engine.speculative.num_speculative_tokens", is_number, "an integer, at least 1", number)
+        if options.get("method") == "extract_hidden_states":
+            raise ValueError(
+                "engine.speculative.method must be one that drafts, got 'extract_hidden_states': it only writes files"
+            )
+        if options.get("rejection_sample_method") == "synthetic":
+            raise ValueError(
+                "engine.speculative.rejection_sample_method must be standard or block, got 'synthetic': it accepts "
+                "tokens that the policy would not have sampled"
+            )
+        if self.vllm.get("disable_log_stats"):
+            raise ValueError(
+                f"engine.vllm.disable_log_stats must be left out with engine.speculative (acceptance is read from the "
+                f"stats), got {self.vllm['disable_log_stats']!r}"
+            )
+
+
+@dataclass(kw_only=True)
+class ReloadConfig:
+    """How the engine is loaded with what the policy holds."""
+
+    transport: str = "auto"
+    """How a rank reads the shards of others: peer (memory handles to ranks of its host), gather (all ranks' shards go
+    round in buckets), auto (peer where it works, else gather)."""
+    proof: str = "every"
+    """Which reloads are checked to have left the engine equal to the policy: every, first or off (in YAML "off")."""
+    bucket_mib: int = 256
+    """What a gather holds at a time, in MiB."""
+
+    def __post_init__(self) -> None:
+        _one_of("reload.transport", self.transport, TRANSPORTS)
+        _one_of("reload.proof", self.proof, PROOFS)
+        _at_least("reload.", self, bucket_mib=1)
 
 
 @dataclass(kw_only=True)
@@ -293,6 +371,7 @@ class Config:
     for those in colo/resume.py."""
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)
+    reload: ReloadConfig = field(default_factory=ReloadConfig)
     policy: PolicyConfig = field(default_factory=PolicyConfig)
     batch: BatchConfig = field(default_factory=BatchConfig)
     update: UpdateConfig = field(default_factory=UpdateConfig)
@@ -363,15 +442,17 @@ def check_config(config: Config, world_size: int, *, is_training: bool = True) -
         is_training: False for an evaluation, which has no steps to deal over replicas and writes no metrics.
 
     Raises:
-        ValueError: sizes that do not divide, a folder or file that is not there, a key of engine.vllm that vLLM does
-            not know, or a package that is not installed.
+        ValueError: sizes that do not divide, a folder or file that is not there, a key of engine.vllm or
+            engine.speculative that vLLM does not know, or a package that is not installed.
     """
     size = config.engine.tensor_parallel_size
     if world_size % size:
         raise ValueError(f"engine.tensor_parallel_size must divide the number of ranks {world_size}, got {size}")
     if is_training:
         _check_training(config, world_size)
-    check_engine_options(config.engine.vllm)
+    check_vllm_options("engine.vllm", config.engine.vllm, ENGINE_ARGS)
+    if config.engine.speculative:
+        _check_drafts(config.engine)
     if not config.model.startswith(TINY):
         _check_model_folder(config.model)
     for option in ("prompts", "eval_prompts"):
@@ -407,6 +488,29 @@ def _check_training(config: Config, world_size: int) -> None:
         raise ValueError(
             f"tracking.wandb_project must be empty without the package wandb (pip install 'colo[wandb]'), "
             f"got {project!r}"
+        )
+
+
+def _check_drafts(engine: EngineConfig) -> None:
+    options = engine.speculative
+    check_vllm_options("engine.speculative", options, SPECULATIVE_CONFIG)
+    method, model = options.get("method"), options.get("model")
+    methods = known_choices(SPECULATIVE_CONFIG[0], "SpeculativeMethod")
+    if method is not None and methods:
+        _one_of("engine.speculative.method", method, tuple(sorted(methods)))
+    if method == "suffix" and not is_installed("arctic_inference"):
+        raise ValueError(
+            "engine.speculative.method must be another one without the package arctic-inference "
+            "(pip install arctic-inference==0.1.1), got 'suffix'"
+        )
+    needs_folder = method == "draft_model" or (model is not None and method not in WITHOUT_DRAFT_FOLDER)
+    if needs_folder and not (model and (Path(model) / "config.json").is_file()):
+        raise ValueError(f"engine.speculative.model must be a folder that holds config.json, got {model!r}")
+    size, draft_size = engine.tensor_parallel_size, options.get("draft_tensor_parallel_size")
+    if method in (None, "draft_model") and draft_size not in (None, size):
+        raise ValueError(
+            f"engine.speculative.draft_tensor_parallel_size must be engine.tensor_parallel_size {size}, "
+            f"got {draft_size!r}"
         )
 
 

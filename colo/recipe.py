@@ -21,7 +21,7 @@ from colo.config import Config
 
 RECIPES = Path(__file__).resolve().parent.parent / "recipes"
 FIRST_LINE = "defaults: [base, _self_]"
-OPEN_MAPS = ("engine.vllm.",)
+OPEN_MAPS = ("engine.vllm.", "engine.speculative.")
 """Maps that take any key, with hydra's `+` or without."""
 FLAGS = {"--config-name": "name", "-cn": "name", "--config-dir": "folder", "-cd": "folder"}
 KINDS = {

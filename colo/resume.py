@@ -21,6 +21,7 @@ MAY_CHANGE = frozenset(
         "checkpoint_every",
         "keep_checkpoints",
         "engine",
+        "reload",
         "batch",
         "ranks",
         "tracking",

@@ -16,7 +16,8 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from colo.config import TINY, Config, check_config
-from colo.policy.shard import check_trainable, read_model_config
+from colo.engine.peers import check_shared_memory
+from colo.policy.shard import check_trainable, read_model_config, stand_ins
 from colo.policy.tiny import make_tiny_model
 from colo.ranks import Ranks, join_engine_group, start_ranks
 from colo.recipe import config_hash, load_config
@@ -122,6 +123,8 @@ def _checked(arguments: Sequence[str], ranks: Ranks, is_training: bool) -> Run:
     folder = ranks.from_main(lambda: model_folder(config), "finding the model")
     # On rank 0 alone: it takes a while for a large model, and reads the same files.
     ranks.from_main(lambda: check_model(config, folder, is_training), "checking the model")
+    if is_training:
+        ranks.agreed(lambda: check_transport(config, folder, ranks), "checking the shared memory")
 
     def read() -> Run:
         tokenizer = read_tokenizer(folder)
@@ -202,6 +205,22 @@ def check_model(config: Config, folder: Path, is_training: bool) -> None:
     check_length(config, folder)
     if is_training:
         check_trainable(folder)
+
+
+def check_transport(config: Config, folder: Path, ranks: Ranks) -> None:
+    """On a host's first rank, refuse ranks on CPU that cannot read each other's shards: they lie in shared memory.
+
+    Raises:
+        ValueError: the host has too little of it for `reload.transport`.
+    """
+    is_alone = ranks.world_size == 1 or os.environ.get("LOCAL_WORLD_SIZE") == "1"
+    if ranks.device.type == "cpu" and not ranks.local_rank and not is_alone and config.reload.transport != "gather":
+        check_shared_memory(shard_bytes(config, folder), config.reload.transport)
+
+
+def shard_bytes(config: Config, folder: Path) -> int:
+    """What the shards of all ranks of a host take together at most, where no other host has any: the whole model."""
+    return sum(tensor.nbytes for _, tensor in stand_ins(folder, getattr(torch, config.policy.dtype)))
 
 
 def read_tokenizer(folder: Path) -> PreTrainedTokenizerBase:

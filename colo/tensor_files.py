@@ -8,13 +8,11 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from colo.types import NamedTensors
-
 
 class TensorSource:
     """Tensors of the policy, and whether taking one of them raised."""
 
-    def __init__(self, items: NamedTensors) -> None:
+    def __init__(self, items: Iterable[tuple[str, Tensor]]) -> None:
         self._items = iter(items)
         self.has_failed = False
 

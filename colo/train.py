@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from colo.checkpoint import (
@@ -23,6 +24,7 @@ from colo.engine.engine import Engine
 from colo.evaluate import Evaluator
 from colo.metrics import open_metrics_log, read_metrics
 from colo.policy.model import Policy
+from colo.policy.shard import stand_ins
 from colo.ranks import Ranks, stop_ranks
 from colo.resume import save_options
 from colo.rl.batch import make_batch
@@ -43,7 +45,7 @@ def train(arguments: list[str]) -> None:
     checkpoint = or_refused(
         lambda: ranks.from_main(lambda: checkpoint_to_resume(config), "finding a checkpoint"), ranks
     )
-    engine = Engine(config, ranks, run.model_folder)
+    engine = Engine(config, ranks, run.model_folder, stand_ins(run.model_folder, getattr(torch, config.policy.dtype)))
     or_refused(engine.require_reloadable, ranks)
     policy = or_refused(lambda: Policy(config, ranks, run.model_folder), ranks)
     sampler = Sampler(config, ranks, run.prompts, run.rewards, run.tokenizer)
@@ -61,7 +63,7 @@ def train(arguments: list[str]) -> None:
             rollout.groups, config, group_rank=ranks.group_rank, group_size=ranks.tensor_parallel_size
         )
         update = policy.update(batch)
-        metrics = scores | rollout.metrics | update | engine.take_timings()
+        metrics = scores | rollout.metrics | update | engine.take_metrics()
         log.log(step, metrics | step_times(metrics, started))
         is_stopped = stop.agreed()
         if is_stopped or is_due(step + 1, config):

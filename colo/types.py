@@ -10,11 +10,26 @@ from typing import Any
 
 from torch import Tensor
 
-NamedTensors = Iterable[tuple[str, Tensor]]
-"""(checkpoint name, tensor), in one order on every rank: what the policy hands to the engine.
 
-Taking the next item may be a collective (a sharded tensor is gathered), so every rank takes all of them.
-"""
+@dataclass(frozen=True, kw_only=True)
+class TensorShard:
+    """This rank's part of a checkpoint tensor that is spread over the ranks by its rows.
+
+    Example: TensorShard(shape=(320, 64), start=10240, local=rows_160_to_319)
+    """
+
+    shape: tuple[int, ...]
+    """Of the whole tensor."""
+    start: int
+    """The place of the first element of `local` in the whole, in row-major order."""
+    local: Tensor
+    """What the policy trains, read and never written by others. Its elements, in row-major order, are the places
+    [start, start + numel) of the whole; it may be empty, and a view with any strides."""
+
+
+NamedTensors = Iterable[tuple[str, Tensor | TensorShard]]
+"""(checkpoint name, whole tensor or this rank's part of it), in one order on every rank: what the policy hands to the
+engine."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -44,7 +44,7 @@ class Weights:
             self.taken += 1
             yield item
 
-    def weights(self) -> Iterator[tuple[str, Tensor]]:
+    def full_weights(self) -> Iterator[tuple[str, Tensor]]:
         return self._take(self.tensors)
 
     def optimizer_tensors(self) -> Iterator[tuple[str, Tensor]]:

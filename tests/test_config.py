@@ -1,15 +1,22 @@
 """Every recipe loads, and a wrong one is refused by name before torch is imported."""
 
+import dataclasses
 import importlib
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
 
-from colo.config import Config, check_config
-from colo.installed import known_engine_options
+from colo.config import Config, EngineConfig, check_config
+from colo.installed import ENGINE_ARGS, SPECULATIVE_CONFIG, known_choices, known_options
+from colo.ranks import Ranks
 from colo.recipe import RECIPES, config_hash, load_config, recipe_names, to_yaml
+from colo.start import check_transport, shard_bytes
 
 DEBUG = ["--config-name", "debug"]
 
@@ -45,7 +52,13 @@ def test_vllm_options_and_reward_maps_need_no_plus() -> None:
 
 def test_the_resolved_config_is_a_recipe_that_gives_the_same_config(tmp_path: Path) -> None:
     config = load_config(
-        [*DEBUG, r"rollout.stop=['\${x}',': #']", "reward={a.b: 0.25}", "engine.vllm.a={b: [1, null]}"]
+        [
+            *DEBUG,
+            r"rollout.stop=['\${x}',': #']",
+            "reward={a.b: 0.25}",
+            "engine.vllm.a={b: [1, null]}",
+            "reload.proof=off",
+        ]
     )
     assert config.rollout.stop == ["${x}", ": #"]
     (tmp_path / "config.yaml").write_text(to_yaml(config))
@@ -105,7 +118,16 @@ def _first_line(arguments: list[str]) -> str:
             "engine.vllm.quantization must be left out (a reload would not quantise), got 'fp8'",
         ),
         ("engine.sleep=auto", "engine.sleep must be one of none, 1, 2, got 'auto': not built yet"),
+        ("reload.transport=nccl", "reload.transport must be one of auto, peer, gather, got 'nccl'"),
+        ("reload.proof=never", "reload.proof must be one of every, first, off, got 'never'"),
+        ("reload.bucket_mib=0", "reload.bucket_mib must be at least 1, got 0"),
         ("engine.vllm.seed=3", "engine.vllm.seed must be left out (colo sets it), got 3"),
+        ("engine.vllm.spec_tokens=3", "engine.vllm.spec_tokens must be left out (engine.speculative has it), got 3"),
+        (
+            "engine.vllm.sleep_preserve_parameter_names=lm_head.*",
+            "engine.vllm.sleep_preserve_parameter_names must be a list of strings, got 'lm_head.*'",
+        ),
+        ("engine.draft_floor=1.5", "engine.draft_floor must be in [0, 1], got 1.5"),
         (
             "engine.vllm.enable_lora=true",
             "engine.vllm.enable_lora must be left out (LoRA: not built yet), got True",
@@ -126,6 +148,7 @@ def test_a_wrong_override_is_refused_in_one_line_that_names_option_limit_and_val
 
 
 START = "defaults: [base, _self_]\n"
+WHOLE = START + "model: m\nnum_steps: 1\nprompts: a.b\nreward: a.b\nrun_dir: r\n"
 
 
 @pytest.mark.parametrize(
@@ -137,6 +160,8 @@ START = "defaults: [base, _self_]\n"
         ),
         (START + "rollout: {group_size: abc}", "rollout.group_size must be an integer, got 'abc'"),
         (START + "rollout: {group_size: null}", "rollout.group_size must be an integer, got None"),
+        # YAML reads an off without quotes as false.
+        (WHOLE + "reload: {proof: off}", "reload.proof must be one of every, first, off, got 'False'"),
         (START + "rollout: 3", "rollout must be a map of options, got 3"),
         (START + "model: m", "num_steps must be set, got nothing; nor prompts, reward, run_dir"),
         ("model: m", "{path} must start with 'defaults: [base, _self_]', got a file without it"),
@@ -238,10 +263,86 @@ def test_weights_and_biases_without_its_package_is_refused(tmp_path: Path, monke
 
 
 def test_where_vllm_is_not_installed_its_options_are_not_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert {"gpu_memory_utilization", "enforce_eager", "max_model_len", "block_size"} <= known_engine_options()
+    assert {"gpu_memory_utilization", "enforce_eager", "max_model_len", "block_size"} <= known_options(ENGINE_ARGS)
+    assert {"method", "model", "num_speculative_tokens"} <= known_options(SPECULATIVE_CONFIG)
+    assert {"ngram", "draft_model", "eagle3", "mtp"} <= known_choices(SPECULATIVE_CONFIG[0], "SpeculativeMethod")
     monkeypatch.setattr(sys, "path", [str(tmp_path)])
-    assert known_engine_options() == set()
+    assert known_options(ENGINE_ARGS) == known_choices(SPECULATIVE_CONFIG[0], "SpeculativeMethod") == set()
     check_config(load_config([*DEBUG, "engine.vllm.nothing_like_it=1"]), 2)
+    check_config(_drafting({"method": "new"}), 2)
+
+
+def _drafting(options: dict[str, Any]) -> Config:
+    engine = EngineConfig(speculative={"num_speculative_tokens": 2} | options)
+    return dataclasses.replace(load_config(DEBUG), engine=engine)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"speculative": {"num_speculative_tokens": 3}}, "engine.speculative must be a map with method or model, got"),
+        (
+            {"speculative": {"method": "ngram", "num_speculative_tokens": 0}},
+            "engine.speculative.num_speculative_tokens must be an integer, at least 1, got 0",
+        ),
+        (
+            {"speculative": {"method": "ngram"}},
+            "engine.speculative.num_speculative_tokens must be an integer, at least 1, got None",
+        ),
+        (
+            {"speculative": {"method": 3, "num_speculative_tokens": 1}},
+            "engine.speculative.method must be a string, got 3",
+        ),
+        (
+            {"speculative": {"method": "mtp", "num_speculative_tokens": 1, "tensor_parallel_size": 1}},
+            "engine.speculative.tensor_parallel_size must be left out (vLLM sets it), got 1",
+        ),
+        (
+            {"speculative": {"method": "extract_hidden_states", "num_speculative_tokens": 1}},
+            "engine.speculative.method must be one that drafts, got 'extract_hidden_states'",
+        ),
+        (
+            {"speculative": {"method": "mtp", "num_speculative_tokens": 1, "rejection_sample_method": "synthetic"}},
+            "engine.speculative.rejection_sample_method must be standard or block, got 'synthetic': it accepts tokens",
+        ),
+        (
+            {"speculative": {"method": "mtp", "num_speculative_tokens": 1}, "vllm": {"disable_log_stats": True}},
+            "engine.vllm.disable_log_stats must be left out with engine.speculative (acceptance is read from the",
+        ),
+    ],
+)
+def test_a_draft_that_cannot_be_is_refused_before_vllm_is_looked_for(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=r"^engine\.") as raised:
+        EngineConfig(**options)
+    assert str(raised.value).startswith(message)
+
+
+def test_a_draft_that_this_installation_cannot_make_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    folder = str(tmp_path)
+
+    def refused(options: dict[str, Any]) -> str:
+        with pytest.raises(ValueError, match=r"^engine\.speculative\.") as raised:
+            check_config(_drafting(options), 2)
+        return str(raised.value)
+
+    assert refused({"method": "ngramm"}).startswith("engine.speculative.method must be one of bailing_hybrid_mtp, ")
+    assert refused({"method": "ngram", "prompt_lookup_maxx": 2}) == (
+        "engine.speculative.prompt_lookup_maxx is not an option of vLLM "
+        "(did you mean engine.speculative.prompt_lookup_max?), got 2"
+    )
+    assert refused({"method": "suffix"}) == (
+        "engine.speculative.method must be another one without the package arctic-inference "
+        "(pip install arctic-inference==0.1.1), got 'suffix'"
+    )
+    no_folder = "engine.speculative.model must be a folder that holds config.json, got"
+    assert refused({"method": "draft_model"}) == f"{no_folder} None"
+    assert refused({"method": "eagle3", "model": "no/such"}) == f"{no_folder} 'no/such'"
+    assert refused({"method": "draft_model", "model": folder, "draft_tensor_parallel_size": 2}) == (
+        "engine.speculative.draft_tensor_parallel_size must be engine.tensor_parallel_size 1, got 2"
+    )
+    for options in ({"model": folder}, {"method": "draft_model", "model": folder}, {"method": "mtp"}):
+        check_config(_drafting(options), 2)
 
 
 def test_a_model_that_sees_images_is_refused(tmp_path: Path) -> None:
@@ -250,6 +351,40 @@ def test_a_model_that_sees_images_is_refused(tmp_path: Path) -> None:
         ValueError, match=r"^model must be of text alone \(vision: not built yet\), got vision_config in"
     ):
         check_config(load_config([*DEBUG, f"model={tmp_path}"]), 2)
+
+
+def test_shards_that_shared_memory_cannot_hold_are_refused_where_ranks_must_read_each_other(
+    tiny_models: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tiny_models["qwen3_moe"]
+    config = load_config([*DEBUG, "reload.transport=peer"])
+    num_bytes = sum(tensor.nbytes for tensor in load_file(folder / "model.safetensors").values())
+    assert shard_bytes(config, folder) == num_bytes, "both in float32"
+    assert shard_bytes(load_config([*DEBUG, "policy.dtype=bfloat16"]), folder) == num_bytes // 2
+
+    def check(config: Config, world_size: int = 2, local_rank: int = 0) -> None:
+        ranks = Ranks(
+            rank=local_rank,
+            world_size=world_size,
+            local_rank=local_rank,
+            device=torch.device("cpu"),
+            tensor_parallel_size=1,
+            notice_s=30.0,
+            store=dist.HashStore(),  # pyright: ignore[reportPrivateImportUsage]
+        )
+        check_transport(config, folder, ranks)
+
+    monkeypatch.setattr("colo.engine.peers.free_shared_memory", lambda: num_bytes)
+    check(config)
+    monkeypatch.setattr("colo.engine.peers.free_shared_memory", lambda: num_bytes - 1)
+    with pytest.raises(ValueError, match=r"^reload\.transport must be gather or auto where .* got 'peer' with"):
+        check(config)
+    for transport in ("auto", "gather"):
+        check(load_config([*DEBUG, f"reload.transport={transport}"]))
+    check(config, world_size=1)
+    check(config, local_rank=1)  # its host's first rank looks
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")  # one rank on each of two hosts
+    check(config)
 
 
 def test_reading_a_recipe_imports_neither_torch_nor_vllm_and_writes_nothing(tmp_path: Path) -> None:

@@ -2,6 +2,8 @@
 
 import json
 import logging
+import weakref
+from collections import deque
 from pathlib import Path
 from typing import Any
 
@@ -10,13 +12,14 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from colo.policy.folder import TensorFiles, model_files, shard_rows
 from colo.policy.model import Policy
 from colo.policy.names import Piece, checkpoint_pieces, stored_tensors
-from colo.policy.shard import build_on_meta, load_weights, local_rows
+from colo.policy.shard import build_on_meta, load_weights, local_rows, stand_ins
 from colo.ranks import Ranks
 from tests.ranks import run_ranks
 from tests.rollouts import policy_config
@@ -26,7 +29,7 @@ TOKEN_IDS = [[5, 9, 40, 7, 11, 200, 3, 8], [17, 6, 2, 90, 90, 4, 0, 0]]
 
 @pytest.fixture(scope="module")
 def folders(tiny_models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Every family with no tensor left at its initial value, in a few files; and a MoE with 4 experts.
+    """Every family with no tensor left at its initial value, in a few files; a MoE with 4 experts, one with a buffer.
 
     Norms at 1 and biases at 0 would look right after a load that skipped them.
     """
@@ -39,7 +42,27 @@ def folders(tiny_models: dict[str, Path], tmp_path_factory: pytest.TempPathFacto
     config.num_experts = 4  # of 3 ranks the last keeps none
     made["few_experts"] = tmp_path_factory.mktemp("noisy") / "few_experts"
     _save_noisy(AutoModelForCausalLM.from_config(config), made["few_experts"])
+    made["buffer"] = tmp_path_factory.mktemp("noisy") / "buffer"  # a router's bias, in float32 whatever the rest is in
+    _save_noisy(AutoModelForCausalLM.from_config(CONFIG_MAPPING["glm4_moe"](**_glm4_moe())), made["buffer"])
     return made
+
+
+def _glm4_moe() -> dict[str, Any]:
+    return {
+        "vocab_size": 258,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 16,
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 16,
+        "first_k_dense_replace": 1,
+        "bos_token_id": None,
+        "eos_token_id": 1,
+    }
 
 
 def _save_noisy(model: PreTrainedModel, folder: Path, max_shard_size: str = "50GB") -> None:
@@ -54,18 +77,63 @@ def _read(folder: Path) -> dict[str, Tensor]:
     return {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
 
 
+def _most_whole_at_a_time(policy: Policy) -> int:
+    full_tensor, made, counts = DTensor.full_tensor, [], []
+
+    def counted(tensor: DTensor) -> Tensor:
+        whole = full_tensor(tensor)
+        made.append(weakref.ref(whole))
+        counts.append(sum(ref() is not None for ref in made))
+        return whole
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(DTensor, "full_tensor", counted)
+        deque(policy.full_weights(), maxlen=0)
+    return max(counts)
+
+
+def _shards(policy: Policy, stored: dict[str, Tensor], folder: Path) -> dict[str, Any]:
+    """What is wrong with the shards that a policy hands out, and where in the whole tensors they lie."""
+    shards = dict(policy.weights())
+    tensors = stored_tensors(policy.scorer.hf)
+    storages = {local_rows(tensor.detach(), policy.ranks)[0].untyped_storage()._cdata for tensor in tensors.values()}
+    ranges = {name: (shard.start, shard.start + shard.local.numel()) for name, shard in shards.items()}
+    parts = {name: tensor.flatten()[slice(*ranges[name])] for name, tensor in stored.items()}
+    dtypes = {}
+    for dtype in (torch.float32, torch.bfloat16):
+        dtypes[dtype] = [(name, tuple(t.shape), t.dtype) for name, t in stand_ins(folder, dtype)]
+    off = {
+        "shape": [name for name, shard in shards.items() if shard.shape != tuple(stored[name].shape)],
+        "values": [name for name, shard in shards.items() if not torch.equal(shard.local.flatten(), parts[name])],
+        "copied": [name for name, shard in shards.items() if shard.local.untyped_storage()._cdata not in storages],
+        "made anew": [name for name, shard in policy.weights() if shard is not shards[name]],
+        "stand-ins": [(n, s.shape, s.local.dtype) for n, s in shards.items()] != dtypes[torch.float32],
+        "stand-ins in bfloat16": [dtype for *_, dtype in dtypes[torch.bfloat16]]
+        != [torch.float32 if name.endswith("_bias") else torch.bfloat16 for name in shards],
+    }
+    name, parameter = "model.embed_tokens.weight", policy.parameters["model.embed_tokens.weight"]
+    parameter._local_tensor.set_(parameter._local_tensor.clone())  # pyright: ignore[reportAttributeAccessIssue]
+    moved = dict(policy.weights())
+    off["stale"] = [other for other in moved if (moved[other] is shards[other]) == (other == name)]
+    off["where it moved"] = moved[name].local.data_ptr() != parameter._local_tensor.data_ptr()  # pyright: ignore[reportAttributeAccessIssue]
+    return {"off": {what: found for what, found in off.items() if found}, "ranges": ranges}
+
+
 def _load_all(ranks: Ranks, folders: dict[str, Path]) -> dict[str, Any]:
     results = {}
     for family, folder in folders.items():
         policy = Policy(policy_config(folder), ranks, folder)
         stored = _read(folder)
-        weights = dict(policy.weights())
+        weights, places = dict(policy.full_weights()), _addresses(policy)
         theirs = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="sdpa")
         buffers = dict(theirs.named_buffers())
         with torch.no_grad():
             logprobs_BT, _ = policy.scorer(torch.tensor(TOKEN_IDS), 1.0)
             expected_BTV = theirs(torch.tensor(TOKEN_IDS)).logits.log_softmax(dim=-1)
-        policy.scorer.reshard()
+        head = policy.scorer.hf.get_output_embeddings().weight
+        assert not isinstance(head, DTensor), "the root must be whole after a forward, or the next line shows nothing"
+        assert _addresses(policy) == places, "shards must be handed out from where they are trained"
+        most_whole = _most_whole_at_a_time(policy)
         expected_BT = expected_BTV[:, :-1].gather(-1, torch.tensor(TOKEN_IDS)[:, 1:, None]).squeeze(-1)
         results[family] = {
             "names_off": set(weights) ^ set(stored),
@@ -75,25 +143,57 @@ def _load_all(ranks: Ranks, folders: dict[str, Path]) -> dict[str, Any]:
             "num_buffers": len(buffers),
             "logprobs_off": (logprobs_BT[:, 1:] - expected_BT).abs().max().item(),
             "logprobs_vary": expected_BT.std().item(),
+            "most_whole": most_whole,
             "local_rows": [local_rows(parameter, ranks)[0].shape[0] for parameter in policy.parameters.values()],
+            "shards": _shards(policy, stored, folder),  # the last: it moves a storage
         }
     return results
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_every_family_loads_by_slices_as_from_pretrained_does(folders: dict[str, Path], world_size: int) -> None:
-    results = run_ranks(_load_all, folders, world_size=world_size)
+def _addresses(policy: Policy) -> list[int]:
+    return [shard.local.data_ptr() for _, shard in policy.weights()]
+
+
+@pytest.fixture(scope="module", params=[1, 2, 3])
+def loaded(request: pytest.FixtureRequest, folders: dict[str, Path]) -> list[dict[str, Any]]:
+    """What each rank of some found in a policy of each folder."""
+    return run_ranks(_load_all, folders, world_size=request.param)
+
+
+def test_every_family_loads_by_slices_as_from_pretrained_does(
+    folders: dict[str, Path], loaded: list[dict[str, Any]]
+) -> None:
     for family in folders:
-        for result in (rank[family] for rank in results):
+        for result in (rank[family] for rank in loaded):
             assert not result["names_off"], family
             assert not result["tensors_off"], family
             assert not result["buffers_off"], family
             assert result["num_buffers"] > 0
             assert result["logprobs_off"] < 1e-5, family
             assert result["logprobs_vary"] > 0.05, "logprobs that hardly vary would hide a wrong load"
-            assert result["order"] == results[0][family]["order"]
-    if world_size == 3:
-        assert 0 in results[2]["few_experts"]["local_rows"], "the last of 3 ranks must keep none of 4 experts"
+            assert result["order"] == loaded[0][family]["order"]
+            assert result["most_whole"] == 1, family
+    if len(loaded) == 3:
+        assert 0 in loaded[2]["few_experts"]["local_rows"], "the last of 3 ranks must keep none of 4 experts"
+
+
+def test_each_rank_hands_out_its_part_of_each_tensor_as_a_view_and_together_they_are_whole(
+    folders: dict[str, Path], loaded: list[dict[str, Any]]
+) -> None:
+    for family, folder in folders.items():
+        shards = [rank[family]["shards"] for rank in loaded]
+        assert not any(of_rank["off"] for of_rank in shards), (family, [of_rank["off"] for of_rank in shards])
+        for name, tensor in _read(folder).items():
+            ranges, numel = [of_rank["ranges"][name] for of_rank in shards], tensor.numel()
+            if name.endswith("e_score_correction_bias"):
+                assert ranges == [(0, numel)] * len(loaded), "a buffer is whole on every rank"
+                continue
+            filled = [(start, end) for start, end in ranges if start < end]
+            assert [start for start, _ in filled] == [0, *(end for _, end in filled[:-1])], (family, name)
+            assert filled[-1][1] == numel, (family, name)
+    if len(loaded) == 3:
+        ranges = loaded[2]["few_experts"]["shards"]["ranges"]
+        assert {start == end for name, (start, end) in ranges.items() if ".experts." in name} == {True}
 
 
 def test_rows_of_a_shard_are_those_of_torch_chunk() -> None:

@@ -28,12 +28,18 @@ Result = tuple[dict[str, Tensor], list[dict[str, float]]]
 
 
 def _weights(policy: Policy) -> dict[str, Tensor]:
-    return {name: tensor.clone() for name, tensor in policy.weights()}
+    return {name: tensor.clone() for name, tensor in policy.full_weights()}
+
+
+def _addresses(policy: Policy) -> list[int]:
+    return [shard.local.data_ptr() for _, shard in policy.weights()]
 
 
 def _updated(ranks: Ranks, folder: Path, batches: list[Batch], **sections: Any) -> Result:
     policy = Policy(policy_config(folder, **sections), ranks, folder)
+    places = _addresses(policy)
     metrics = [policy.update(batch) for batch in batches]
+    assert _addresses(policy) == places, "an update must leave the shards where they are"
     for of_update in metrics:
         assert of_update.pop("time_s/update") > 0  # what no two updates share
     return _weights(policy), metrics
@@ -299,9 +305,11 @@ def _stop_and_resume(
 def _resumed(ranks: Ranks, source: Path, folder: Path, state: dict[str, int]) -> dict[str, Tensor]:
     config = policy_config(source, update={"schedule": "linear", "warmup_steps": 3})
     policy = Policy(config, ranks, source)
+    places = _addresses(policy)
     policy.load(folder)
     policy.load_state(state)
     policy.load_optimizer(folder)
+    assert _addresses(policy) == places, "a checkpoint must be loaded into the shards where they are"
     policy.update(as_batch(_share(ranks, made_up_rows(NUM_ROWS), 2)))
     assert policy.num_updates == 3
     return _weights(policy)

@@ -6,7 +6,7 @@ import random
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,8 +15,9 @@ import torch
 from safetensors import safe_open
 from torch import nn
 
-from colo.config import Config
-from colo.engine.cpu import CpuSleep, find_packed_experts, prepare_cpu_backend
+from colo.config import Config, EngineConfig
+from colo.engine.cpu import CpuSleep, prepare_cpu_backend
+from colo.engine.drafts import DRAFT, kept_parameters, kept_patterns
 from colo.ranks import Ranks
 from colo.types import Request, Sampling
 
@@ -46,10 +47,20 @@ class VllmParts:
     dtype: torch.dtype
     cpu_sleep: CpuSleep | None
     """Only on CPU, where vLLM's own sleep frees nothing."""
-    packed_experts: list[nn.Module]
-    """Expert modules to pack again after each reload; none on CUDA."""
-    unreloadable: str = ""
-    """What of the model cannot be reloaded in place."""
+    draft: nn.Module | None = None
+    """The draft that has weights; None without speculation, and where tokens are looked up (ngram)."""
+    kept: dict[str, nn.Parameter] = field(default_factory=dict)
+    """What a sleep at depth 2 keeps, by vLLM's name; a draft's own parameters are under `draft.`."""
+
+    @property
+    def preserved(self) -> list[str]:
+        """The model's parameters that a sleep keeps, and that the policy leaves out."""
+        return [name for name in self.kept if not name.startswith(DRAFT)]
+
+    @property
+    def has_random_weights(self) -> bool:
+        """Whether vLLM made the weights up instead of reading them."""
+        return self.llm.llm_engine.vllm_config.load_config.load_format == "dummy"
 
     @property
     def on_cpu(self) -> bool:
@@ -100,6 +111,9 @@ def build_vllm(config: Config, ranks: Ranks, model_folder: Path) -> VllmParts:
 
     The process group must be up, since replicas are independent only then; the generators of random, numpy
     and torch come out as they went in.
+
+    Raises:
+        ValueError: on every rank: an option that this device or this model does not take.
     """
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
@@ -115,14 +129,12 @@ def build_vllm(config: Config, ranks: Ranks, model_folder: Path) -> VllmParts:
     worker = llm.llm_engine.model_executor.driver_worker
     model = worker.get_model()
     dtype = llm.llm_engine.vllm_config.model_config.dtype
-    if not on_cpu:
-        return VllmParts(llm=llm, model=model, dtype=dtype, cpu_sleep=None, packed_experts=[])
     draft = worker.get_draft_model()
-    cpu_sleep = CpuSleep([model] if draft is None else [model, draft], _kv_caches(llm))
-    packed, unreloadable = find_packed_experts(model, folder_tensors(model_folder))
-    return VllmParts(
-        llm=llm, model=model, dtype=dtype, cpu_sleep=cpu_sleep, packed_experts=packed, unreloadable=unreloadable
-    )
+    kept = kept_parameters(model, draft, kept_patterns(config.engine))
+    cpu_sleep = None
+    if on_cpu:
+        cpu_sleep = CpuSleep([model] if draft is None else [model, draft], _kv_caches(llm), kept.values())
+    return VllmParts(llm=llm, model=model, dtype=dtype, cpu_sleep=cpu_sleep, draft=draft, kept=kept)
 
 
 def folder_tensors(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
@@ -148,11 +160,26 @@ def _vllm_arguments(config: Config, ranks: Ranks, on_cpu: bool) -> dict[str, Any
     if on_cpu:
         # vLLM takes back the draw of a seeded prompt that is prefilled in parts, which a CPU generator cannot do:
         # github.com/RBLN-SW/vllm-rbln/pull/1025 has the same on another backend.
-        whole_prompts = {"enable_chunked_prefill": False, "max_num_batched_tokens": max(MIN_CPU_BATCH, longest)}
+        num_drafted = config.engine.speculative.get("num_speculative_tokens", 0)  # they take room beside the prompt
+        most = max(MIN_CPU_BATCH, longest + num_drafted)
+        whole_prompts = {"enable_chunked_prefill": False, "max_num_batched_tokens": most}
         arguments |= whole_prompts | {"kv_cache_memory_bytes": DEFAULT_CPU_KV_BYTES}
     else:
         arguments |= {"enable_sleep_mode": True, "gpu_memory_utilization": DEFAULT_GPU_SHARE}
-    return arguments | config.engine.vllm
+    return arguments | config.engine.vllm | _draft_arguments(config.engine, on_cpu)
+
+
+def _draft_arguments(config: EngineConfig, on_cpu: bool) -> dict[str, Any]:
+    """What speculation adds: its own options, the counters that acceptance is read from, and what a sleep keeps."""
+    if not config.speculative:
+        return {}
+    if on_cpu and config.speculative.get("method") == "ngram_gpu":
+        raise ValueError("engine.speculative.method must be another one on CPU (ngram), got 'ngram_gpu'")
+    return {
+        "speculative_config": dict(config.speculative),
+        "disable_log_stats": False,
+        "sleep_preserve_parameter_names": kept_patterns(config),
+    }
 
 
 def _kv_caches(llm: "LLM") -> list[torch.Tensor]:

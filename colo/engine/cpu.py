@@ -7,12 +7,11 @@ fixed is left alone.
 import ctypes
 import logging
 import os
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-
-from colo.types import NamedTensors
 
 logger = logging.getLogger(__name__)
 
@@ -95,11 +94,14 @@ class CpuSleep:
 
     vLLM's own sleep calls on CPU change the scheduler and the executor's tags, and no memory. This frees the
     storages of the model's parameters (and of a draft's) and of the KV cache. Tensor views survive, addresses
-    do not. Woken weights are NaN, so that a forgotten reload is seen.
+    do not. Woken weights are NaN, so that a forgotten reload is seen. Kept parameters stay as they are: here the host
+    is where they would be kept.
     """
 
-    def __init__(self, models: list[nn.Module], kv_caches: list[Tensor]) -> None:
-        self._weights = _storages([tensor for model in models for tensor in model.parameters()])
+    def __init__(self, models: list[nn.Module], kv_caches: list[Tensor], kept: Iterable[nn.Parameter] = ()) -> None:
+        stay = {id(parameter) for parameter in kept}
+        parameters = [parameter for model in models for parameter in model.parameters()]
+        self._weights = _storages([parameter for parameter in parameters if id(parameter) not in stay])
         self._kv = _storages(kv_caches)
         self._sizes: dict[int, int] = {}
         self._backup: dict[int, Tensor] = {}
@@ -160,43 +162,25 @@ def trim_heap() -> None:
     ctypes.CDLL("libc.so.6").malloc_trim(0)
 
 
-def find_packed_experts(model: nn.Module, folder_weights: NamedTensors) -> tuple[list[nn.Module], str]:
-    """The expert modules that a plain `load_weights` leaves in a layout that the CPU kernels misread.
+def expert_modules(model: nn.Module) -> list[nn.Module]:
+    """The modules whose expert weights vLLM may have packed.
 
-    vLLM 0.32.0 packs expert weights in place after the build, in the same shape, and only then: after a reload the
-    bytes equal the policy's and the output is wrong (github.com/vllm-project/vllm/issues/42821). So the folder's own
-    tensors are loaded again, which must change nothing; where it does, packing must bring the build's bytes back.
-
-    Returns:
-        The modules to pack again after each reload, and the class of one that packing does not bring back.
+    vLLM 0.32.0 packs them in place after the build, in the same shape, and only then: after a reload the bytes equal
+    the policy's and the output is wrong (github.com/vllm-project/vllm/issues/42821).
     """
-    packed = {
-        module: [w.detach().clone() for w in _expert_weights(module)]
-        for module in model.modules()
-        if _expert_kernel(module)
-    }
-    if not packed:
-        return [], ""
-    with torch.no_grad():
-        model.load_weights(folder_weights)  # type: ignore[operator]
-    needy = [module for module, built in packed.items() if not _holds(module, built)]
-    repack_experts(needy)
-    lost = [type(module).__name__ for module in needy if not _holds(module, packed[module])]
-    return needy, lost[0] if lost else ""
+    return [module for module in model.modules() if _expert_kernel(module)]
 
 
 def repack_experts(modules: list[nn.Module]) -> None:
     """Put freshly loaded expert weights into the layout that the CPU kernels read."""
+    if not modules:
+        return
     import vllm._custom_ops as ops  # noqa: PLC0415 - as above
 
     for module in modules:
         for weight in _expert_weights(module):
             with torch.no_grad():
                 weight.copy_(ops.cpu_prepack_moe_weight(weight.detach(), _expert_kernel(module).isa))
-
-
-def _holds(module: nn.Module, weights: list[Tensor]) -> bool:
-    return all(torch.equal(now, then) for now, then in zip(_expert_weights(module), weights, strict=True))
 
 
 def _expert_weights(module: nn.Module) -> list[Tensor]:

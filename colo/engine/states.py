@@ -195,6 +195,19 @@ def after_reload(state: EngineState, version: str) -> EngineState:
     return EngineState(phase=phase, version=version, has_kv=state.has_kv, paused=state.paused)
 
 
+def updating(state: EngineState) -> EngineState:
+    """A weight update is under way; what is mapped stays mapped."""
+    return EngineState(phase=Phase.UPDATING, has_kv=state.has_kv, paused=state.paused)
+
+
+def unfinished(state: EngineState, missing: str) -> EngineStateError:
+    """The refusal of a finish that would leave weights which no chunk brought and which no proof knows."""
+    return EngineStateError(
+        f"engine is {state}: {Call.FINISH_UPDATE} is refused (no chunk brought {missing}); call {Call.UPDATE} with "
+        f"them, or {Call.CANCEL_UPDATE}"
+    )
+
+
 def stale(state: EngineState, why: str) -> EngineState:
     """The weights can no longer be trusted; what is mapped stays mapped."""
     return EngineState(phase=Phase.STALE, why=why, has_kv=state.has_kv, paused=state.paused)

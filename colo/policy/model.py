@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Iterator
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,10 @@ from colo.config import Config
 from colo.policy import optimizer as adamw
 from colo.policy.names import stored_tensors
 from colo.policy.scorer import check_head, head_difference
-from colo.policy.shard import decoder_layers, load_weights, sharded_model
+from colo.policy.shard import LocalShards, decoder_layers, load_weights, sharded_model
 from colo.policy.update import update_policy
 from colo.ranks import Ranks
-from colo.types import Batch
+from colo.types import Batch, TensorShard
 
 logger = logging.getLogger(__name__)
 
@@ -44,6 +45,7 @@ class Policy:
         self.scorer, self.pieces = sharded_model(
             model_folder, ranks, dtype=dtype, compute_dtype=compute_dtype, chunk_tokens=chunk_tokens
         )
+        self._shards = LocalShards(self.scorer, self.pieces, ranks)
         # Rounding may differ between ranks, and a rank that refuses alone would leave the others waiting.
         difference = head_difference(self.scorer, ranks.device)
         ranks.agreed(lambda: check_head(self.scorer, difference, compute_dtype), "checking the head")
@@ -77,19 +79,29 @@ class Policy:
         """
         return update_policy(self, batch)
 
-    def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield (checkpoint name, whole tensor) of parameters and persistent buffers. Collective: take all of them.
+    def weights(self) -> Iterator[tuple[str, TensorShard]]:
+        """Return (checkpoint name, this rank's part) of parameters and persistent buffers, in one order on every rank.
 
-        The tensors are in policy.dtype (buffers in their own), in one order on every rank. They may be views of what
-        the policy trains: read them, before the next update.
+        The parts are views of what the policy trains, in policy.dtype (buffers in their own, whole on every rank);
+        their storages stay the same over updates and `load`. Nothing is copied and no rank waits for another. Read
+        them before the next update.
         """
+        return iter(self._shards.now())
+
+    def full_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield (checkpoint name, whole tensor) of what `weights` yields. Collective: take all of them.
+
+        One parameter is whole at a time, as long as the caller drops a tensor before it takes the next. The tensors
+        may be views of what the policy trains: read them, before the next update.
+        """
+        self._shards.reshard()
         tensors = stored_tensors(self.scorer.hf)
-        gathered, whole = "", torch.empty(0)
-        for piece in self.pieces:
-            if piece.parameter != gathered:
-                gathered, tensor = piece.parameter, tensors[piece.parameter].detach()
-                whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-            yield piece.name, piece.of(whole)
+        for parameter, pieces in groupby(self.pieces, lambda piece: piece.parameter):
+            tensor = tensors[parameter].detach()
+            whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+            for piece in pieces:
+                yield piece.name, piece.of(whole)
+            del whole  # before the next is made
 
     def load(self, folder: Path) -> None:
         """Take the weights of a folder in the Hugging Face layout, each rank its own slices. Collective."""

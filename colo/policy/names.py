@@ -14,6 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
+from colo.types import TensorShard
+
 
 @dataclass(frozen=True, kw_only=True)
 class Piece:
@@ -37,6 +39,36 @@ class Piece:
         for dim, (start, length) in enumerate(self.box):
             full = full.narrow(dim, start, length)
         return full.view(self.shape)
+
+    def rows_within(self, rows: tuple[int, int]) -> tuple[int, int]:
+        """Those of the parameter's rows [first, end) in the box, as [low, high) in the parameter; maybe none."""
+        start, length = self.box[0]
+        low = min(max(start, rows[0]), start + length)
+        return low, max(low, min(start + length, rows[1]))
+
+    def part_of(self, local: Tensor, rows: tuple[int, int]) -> Tensor:
+        """The box as a view of the parameter's rows [first, end) alone, in all of the parameter's dimensions."""
+        low, high = self.rows_within(rows)
+        part = local[max(low - rows[0], 0) : max(high - rows[0], 0)]
+        for dim, (start, length) in enumerate(self.box[1:], start=1):
+            part = part.narrow(dim, start, length)
+        return part
+
+    def shard_of(self, local: Tensor, rows: tuple[int, int]) -> TensorShard:
+        """The part of the folder's tensor that lies in the parameter's rows [first, end), as a view of them.
+
+        A box is cut by its rows, which come first in row-major order whether or not the folder keeps a dimension of
+        length 1. So the part is one range of the tensor; of one expert of a packed parameter it is all or nothing.
+        """
+        if not self.box:  # a buffer that is one number
+            return TensorShard(shape=self.shape, start=0, local=local)
+        part = self.part_of(local, rows)
+        numel = math.prod(self.shape)
+        start = (self.rows_within(rows)[0] - self.box[0][0]) * math.prod(part.shape[1:])
+        assert start + part.numel() <= numel, f"{self.name} must hold its part, got {start} + {part.numel()} of {numel}"
+        if part.numel() == numel:
+            part = part.view(self.shape)
+        return TensorShard(shape=self.shape, start=start, local=part)
 
 
 class _ViewsInsteadOfCopies(TorchDispatchMode):

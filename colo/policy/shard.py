@@ -9,7 +9,7 @@ from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoConfig,
@@ -22,6 +22,7 @@ from colo.policy.folder import TensorFiles, model_files, shard_rows
 from colo.policy.names import Piece, checkpoint_pieces, stored_tensors
 from colo.policy.scorer import Scorer
 from colo.ranks import Ranks
+from colo.types import TensorShard
 
 logger = logging.getLogger(__name__)
 
@@ -103,6 +104,21 @@ def decoder_layers(model: PreTrainedModel) -> list[torch.nn.Module]:
     return layers
 
 
+def stand_ins(folder: Path, dtype: torch.dtype) -> list[tuple[str, Tensor]]:
+    """What `Policy.weights` will hand out, as whole tensors on meta: names, shapes and dtypes, in its order.
+
+    Args:
+        folder: In the Hugging Face layout; of it config.json alone is read.
+        dtype: policy.dtype. Parameters have it, and persistent buffers theirs.
+    """
+    model = build_on_meta(folder, dtype)
+    dtypes = {name: tensor.dtype for name, tensor in stored_tensors(model).items()}
+    return [
+        (piece.name, torch.empty(piece.shape, dtype=dtypes[piece.parameter], device="meta"))
+        for piece in checkpoint_pieces(model)
+    ]
+
+
 def load_weights(model: PreTrainedModel, pieces: list[Piece], folder: Path, ranks: Ranks) -> None:
     """Fill this rank's shards, and whole buffers, from a folder, and compute the buffers that no folder holds.
 
@@ -135,23 +151,22 @@ def local_rows(tensor: Tensor, ranks: Ranks) -> tuple[Tensor, tuple[int, int]]:
     """This rank's part of a tensor, and which rows [start, end) of the whole it is."""
     if not isinstance(tensor, DTensor):
         return tensor, (0, tensor.shape[0] if tensor.dim() else 1)
+    assert tensor.placements == (Shard(0),), f"FSDP2 must shard rows, got {tensor.placements}"
     local, rows = tensor.to_local(), shard_rows(tensor.shape[0], ranks.rank, ranks.world_size)
     assert local.shape[0] == rows[1] - rows[0], f"rank {ranks.rank} must keep rows {rows}, got {local.shape[0]}"
     return local, rows
 
 
 def _fill(part: tuple[Tensor, tuple[int, int]], piece: Piece, files: TensorFiles) -> None:
-    local, (first, end) = part
+    local, rows = part
     if not piece.box:  # a buffer that is one number
         local.copy_(files.read(piece.name))
         return
-    (start, length), *others = piece.box
-    low, high = max(start, first), min(start + length, end)
-    if low >= high:
+    start, length = piece.box[0]
+    low, high = piece.rows_within(rows)
+    if low == high:
         return
-    target = local[low - first : high - first]
-    for dim, (other_start, other_length) in enumerate(others, start=1):
-        target = target.narrow(dim, other_start, other_length)
+    target = piece.part_of(local, rows)
     # A box one row high may have lost that dimension in the folder, so it is read whole.
     source = files.read(piece.name, None if length == 1 else (low - start, high - start))
     target.copy_(source.view(target.shape))
@@ -191,3 +206,41 @@ def sharded_model(
     scorer = shard(Scorer(model, chunk_tokens=chunk_tokens).eval(), ranks, dtype=dtype, compute_dtype=compute_dtype)
     ranks.agreed(lambda: load_weights(model, pieces, folder, ranks), "loading the model")
     return scorer, pieces
+
+
+class LocalShards:
+    """This rank's parts of a sharded model's tensors, under their names in folders, as views of what is trained.
+
+    They are made once, and anew where a tensor's storage is another: to cut thousands of experts out of their
+    parameters takes longer than the reload that reads them.
+    """
+
+    def __init__(self, scorer: Any, pieces: list[Piece], ranks: Ranks) -> None:
+        """Take a model as `shard` returns it, and its `checkpoint_pieces`."""
+        self._ranks = ranks
+        self._sharded = [module for module in scorer.modules() if isinstance(module, FSDPModule)]
+        self._pieces: dict[str, list[Piece]] = {}
+        for piece in pieces:
+            self._pieces.setdefault(piece.parameter, []).append(piece)
+        names = {parameter: parameter.rpartition(".") for parameter in self._pieces}
+        self._owners = {parameter: (scorer.hf.get_submodule(name[0]), name[2]) for parameter, name in names.items()}
+        self._places: dict[str, tuple[Any, ...]] = {}
+        self._shards: dict[str, list[tuple[str, TensorShard]]] = {}
+
+    def reshard(self) -> None:
+        """Let modules hold their sharded parameters: a forward without gradients leaves the root's whole, elsewhere."""
+        for module in self._sharded:
+            module.reshard()
+
+    @torch.no_grad()
+    def now(self) -> list[tuple[str, TensorShard]]:
+        """(name, part) in the order of the pieces; the same objects as before where no storage is another."""
+        self.reshard()
+        for parameter, pieces in self._pieces.items():
+            module, attribute = self._owners[parameter]
+            local, rows = local_rows(getattr(module, attribute), self._ranks)
+            place = (local.untyped_storage()._cdata, local.storage_offset(), local.shape, local.stride(), local.dtype)
+            if self._places.get(parameter) != place:  # the views keep their storage alive, so no other gets its place
+                self._places[parameter] = place
+                self._shards[parameter] = [(piece.name, piece.shard_of(local.detach(), rows)) for piece in pieces]
+        return [item for parameter in self._pieces for item in self._shards[parameter]]

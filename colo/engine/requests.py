@@ -1,0 +1,95 @@
+"""Requests that vLLM has taken and not finished, and what comes of them."""
+
+import hashlib
+from typing import Any
+
+from colo.engine.build import VllmParts
+from colo.ranks import Ranks
+from colo.types import Completion, Request, Sampling, WeightVersionSpan
+
+
+class Requests:
+    """What is in flight in one engine, and what finished and was not fetched."""
+
+    def __init__(self, parts: VllmParts) -> None:
+        self._parts = parts
+        self._in_flight: dict[str, Request] = {}
+        self._finished: list[Completion] = []
+        self._num_submitted = 0
+
+    def __len__(self) -> int:
+        """How many are in flight."""
+        return len(self._in_flight)
+
+    def submit(self, request: Request, sampling: Sampling) -> None:
+        """Hand one to vLLM."""
+        self._num_submitted += 1
+        request_id = self._parts.add_request(str(self._num_submitted), request, sampling)
+        self._in_flight[request_id] = request
+
+    def step(self) -> int:
+        """One scheduler step; return how many it finished."""
+        finished = [output for output in self._parts.llm.llm_engine.step() if output.finished]
+        self._finished += [_to_completion(self._in_flight.pop(output.request_id), output) for output in finished]
+        return len(finished)
+
+    def finished(self) -> list[Completion]:
+        """Those that finished since the last call."""
+        completions, self._finished = self._finished, []
+        return completions
+
+    def abort(self) -> int:
+        """Drop every one in flight; return how many."""
+        self._parts.llm.llm_engine.abort_request(list(self._in_flight), internal=False)
+        count = len(self._in_flight)
+        self._in_flight.clear()
+        return count
+
+
+def require_same_tokens(completions: list[Completion], ranks: Ranks, what: str) -> None:
+    """Compare a digest of the tokens over the ranks of one engine. Collective over the group.
+
+    Raises:
+        RuntimeError: they differ: a rank drew from another generator than the others.
+    """
+    tokens = repr([(c.slot, c.sample, c.token_ids) for c in completions])
+    digests = ranks.gather_in_group(hashlib.sha256(tokens.encode()).hexdigest(), f"{what}: comparing tokens")
+    differ = [rank for rank, digest in zip(ranks.group_ranks, digests, strict=True) if digest != digests[0]]
+    if differ:
+        raise RuntimeError(
+            f"{what}: the ranks of one engine sampled different tokens: rank {ranks.group_ranks[0]} "
+            f"and rank {', '.join(map(str, differ))}"
+        )
+
+
+def _to_completion(request: Request, output: Any) -> Completion:
+    """vLLM's output as our record.
+
+    Raises:
+        RuntimeError: a logprob or a version label is missing; neither is ever made up.
+    """
+    sampled = output.outputs[0]
+    token_ids, where = list(sampled.token_ids), f"completion {request.sample} of prompt {request.slot}"
+    flat = sampled.logprobs
+    if flat is None or len(flat.start_indices) != len(token_ids):
+        raise RuntimeError(
+            f"{where}: {0 if flat is None else len(flat.start_indices)} logprobs for {len(token_ids)} tokens"
+        )
+    logprobs = []
+    for position, (start, token) in enumerate(zip(flat.start_indices, token_ids, strict=True)):
+        if flat.token_ids[start] != token:
+            raise RuntimeError(
+                f"{where}: the logprob at position {position} is of token {flat.token_ids[start]}, not {token}"
+            )
+        logprobs.append(flat.logprobs[start])
+    if sampled.weight_versions is None:
+        raise RuntimeError(f"{where}: no weight version was reported")
+    return Completion(
+        slot=request.slot,
+        sample=request.sample,
+        token_ids=token_ids,
+        logprobs=logprobs,
+        finish_reason=sampled.finish_reason,
+        spans=[WeightVersionSpan(version=s.version, start=s.start, end=s.end) for s in sampled.weight_versions],
+        num_cached_tokens=output.num_cached_tokens or 0,
+    )

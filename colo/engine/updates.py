@@ -1,0 +1,148 @@
+"""How an engine's weights change: whole, in chunks, or their label alone; each by its state, on every rank alike."""
+
+from collections.abc import Iterable
+from pathlib import Path
+
+from torch import Tensor
+
+from colo.config import Config
+from colo.engine import states
+from colo.engine.build import VllmParts
+from colo.engine.draft_weights import DraftWeights
+from colo.engine.plan import engine_tensors
+from colo.engine.proof import shorten
+from colo.engine.reload import Reloader
+from colo.engine.requests import Requests
+from colo.engine.states import Call, EngineState
+from colo.engine.timings import Timings
+from colo.ranks import Ranks
+from colo.types import NamedTensors
+
+
+class WeightUpdates:
+    """The half of the engine that takes the policy's weights."""
+
+    def __init__(
+        self,
+        config: Config,
+        ranks: Ranks,
+        parts: VllmParts,
+        model_folder: Path,
+        stand_ins: Iterable[tuple[str, Tensor]],
+    ) -> None:
+        """Plan and try the reload of an engine that was just built. Collective; arguments as for `Engine`."""
+        self._ranks, self._parts = ranks, parts
+        tensors = engine_tensors(parts.model)
+        self._reloader = Reloader(parts, parts.model, tensors, stand_ins, model_folder, ranks, config.reload)
+        self._draft = DraftWeights(parts, config, model_folder, ranks)
+        self._requests = Requests(parts)
+        self._timings = Timings()
+        self.state: EngineState = states.after_build()
+
+    def require_reloadable(self) -> None:
+        """Refuse a model that cannot be reloaded in place, nor by vLLM's own reload. Collective.
+
+        Raises:
+            ValueError: on every rank.
+        """
+        lost = self._reloader.route.lost
+        if lost:
+            raise ValueError(
+                f"model must be one that can be reloaded, got one where its own tensors, loaded again, change "
+                f"{shorten(lost)}"
+            )
+
+    @property
+    def weight_version(self) -> str:
+        """The label of the weights that are loaded; empty while none is known."""
+        return self.state.version
+
+    def reload(self, weights: NamedTensors, version: str, *, draft_weights: NamedTensors | None = None) -> None:
+        """Write the policy's weights into the engine in place, prove them and label them. Collective.
+
+        Args:
+            weights: Every tensor of the policy, whole or this rank's shards.
+            version: Their label.
+            draft_weights: The same of a draft that is trained; a frozen one is kept over every sleep.
+
+        Raises:
+            EngineStateError: asleep, inside an update, or with requests in flight.
+            ValueError: the tensors are not those that the engine was built for: on every rank.
+            RuntimeError: a rank failed, or an engine does not hold what the policy does: on every rank. The engine
+                stays STALE until a reload passes.
+        """
+        states.check(self.state, Call.RELOAD, in_flight=len(self._requests))
+        self.state = states.stale(self.state, "a reload did not finish")
+        self._timings.add(self._reloader.reload(weights))
+        if draft_weights is not None:
+            self._timings.add(self._draft.reload(draft_weights))
+        else:
+            self._draft.prove_kept()
+        self._set_loaded(version)
+
+    def start_weight_update(self) -> None:
+        """Begin to write the policy's weights in chunks, in any order. Collective.
+
+        Raises:
+            EngineStateError: asleep, inside another update, or with requests in flight.
+            RuntimeError: the model is reloaded whole, by vLLM's own reload.
+        """
+        states.check(self.state, Call.START_UPDATE, in_flight=len(self._requests))
+        self._reloader.start()
+        self.state = states.updating(self.state)
+
+    def update_weights(self, chunk: NamedTensors) -> None:
+        """Write some of the policy's tensors; they may be freed or changed afterwards. Collective.
+
+        What no chunk brings stays as it is. A chunk that fails ends the update: the engine is STALE.
+
+        Raises:
+            EngineStateError: no update was started.
+            ValueError, RuntimeError: as `reload`.
+        """
+        states.check(self.state, Call.UPDATE)
+        begun = self.state
+        self.state = states.stale(self.state, "a weight update did not finish")
+        self._reloader.update(chunk)
+        self.state = begun
+
+    def finish_weight_update(self, weight_version: str) -> None:
+        """Prove the whole engine, what no chunk brought against its own last proof, and label it. Collective.
+
+        Raises:
+            EngineStateError: no update was started, or a tensor is missing that was lost since its last proof.
+            RuntimeError: as `reload`.
+        """
+        states.check(self.state, Call.FINISH_UPDATE)
+        told = self._ranks.gather(self._reloader.missing(), "looking for missing weights")
+        missing = list(dict.fromkeys(name for names in told for name in names))
+        if missing:
+            raise states.unfinished(self.state, shorten(missing))
+        self.state = states.stale(self.state, "a weight update did not finish")
+        self._reloader.finish()
+        self._draft.prove_kept()
+        self._set_loaded(weight_version)
+
+    def cancel_weight_update(self) -> None:
+        """End an update without finishing it: the engine is STALE until a reload. Collective."""
+        states.check(self.state, Call.CANCEL_UPDATE)
+        self._reloader.forget()
+        self.state = states.stale(self.state, "a weight update was cancelled")
+
+    def drop_policy_views(self) -> None:
+        """Forget where the policy's tensors lie, on every rank, so that they may be freed or moved. Collective.
+
+        The next reload exchanges layouts and memory handles anew.
+        """
+        self._reloader.drop_policy_views()
+
+    def update_weight_version(self, label: str) -> None:
+        """Change the label of the loaded weights, and nothing else."""
+        states.check(self.state, Call.SET_VERSION, in_flight=len(self._requests))
+        self._parts.llm.update_weight_version(label)
+        if self.state.version:
+            self.state = states.after_reload(self.state, label)
+
+    def _set_loaded(self, version: str) -> None:
+        self._parts.llm.update_weight_version(version)
+        self.state = states.after_reload(self.state, version)
