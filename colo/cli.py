@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Callable
 
+from colo.commands.bench import bench_command
 from colo.commands.launch import eval_command, train_command
 from colo.commands.show import show_command
 from colo.recipe import recipe_names
@@ -11,6 +12,7 @@ COMMANDS: dict[str, tuple[Callable[[list[str]], None], str]] = {
     "train": (train_command, "train a policy: checks the recipe, then becomes torchrun"),
     "eval": (eval_command, "score a model or a checkpoint on held-out prompts, the same way"),
     "show": (show_command, "print every option of a recipe with its value"),
+    "bench": (bench_command, "measure a part of a step; alone it lists which"),
 }
 USAGE = """\
 usage: colo COMMAND --config-name RECIPE [option=value ...]
@@ -31,7 +33,8 @@ options: colo/config.py documents each; colo show prints them
 def main() -> int:
     """Run one command; a refused recipe is one message on stderr and exit status 2."""
     arguments = sys.argv[1:]
-    if not arguments or any(argument in ("-h", "--help") for argument in arguments):
+    asks_help = any(argument in ("-h", "--help") for argument in arguments)
+    if not arguments or (asks_help and arguments[0] != "bench"):  # a benchmark has options of its own
         commands = "\n".join(f"  {name:<8}{text}" for name, (_, text) in COMMANDS.items())
         sys.stdout.write(USAGE.format(commands=commands, recipes=", ".join(recipe_names())))
         return 0

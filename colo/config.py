@@ -27,6 +27,8 @@ SLEEP_DEPTHS = ("none", "1", "2")
 TRANSPORTS = ("auto", "peer", "gather")
 PROOFS = ("every", "first", "off")
 DTYPES = ("float32", "bfloat16")
+MASKING = ("token_mask", "sequence_mask", "geometric_mask")
+CORRECTIONS = ("off", "token_truncate", "sequence_truncate", *MASKING)
 TINY = "tiny:"
 TINY_FAMILIES = ("qwen3", "qwen2", "llama", "gemma3", "qwen3_moe")
 OWNED_BY_COLO = (
@@ -289,15 +291,50 @@ class LossConfig:
     """... and at 1 + clip_high; above 0."""
     kl_coef: float = 0.0
     """Weight of the k3 KL to the frozen starting model; above 0 a reference copy is loaded."""
-    importance_cap: float = 2.0
-    """Truncated importance sampling: min(policy / engine probability, cap) weights each token; 0 is off."""
+    correction: str = "token_truncate"
+    """Weight of a token by its probability ratio policy / engine (colo/rl/corrections.py): off (in YAML "off"),
+    token_truncate (min(ratio, correction_high)), token_mask (ratio in [correction_low, correction_high], else 0),
+    sequence_truncate and sequence_mask (the same with the product over the completion), geometric_mask (1 where the
+    completion's geometric mean is in the limits, else 0)."""
+    correction_low: float = 0.0
+    """Lower limit of a correction that masks, in [0, 1]; 0 is none."""
+    correction_high: float = 2.0
+    """Cap, or upper limit, at least 1; no effect with correction off. geometric_mask wants one close to 1 (1.001)."""
     mask_truncated: bool = False
     """Leave completions that ran into rollout.max_new_tokens out of the loss; they keep their part in the baseline."""
 
     def __post_init__(self) -> None:
         _check("loss.clip_low", 0 < self.clip_low <= 1, "in (0, 1]", self.clip_low)
         _check("loss.clip_high", self.clip_high > 0, "above 0", self.clip_high)
-        _at_least("loss.", self, kl_coef=0, importance_cap=0)
+        _at_least("loss.", self, kl_coef=0, correction_high=1)
+        _one_of("loss.correction", self.correction, CORRECTIONS)
+        low = self.correction_low
+        if self.correction not in MASKING:
+            _check(
+                "loss.correction_low", low == 0, f"0 with loss.correction={self.correction}, which masks nothing", low
+            )
+        _check("loss.correction_low", 0 <= low <= 1, "in [0, 1]", low)
+        _check(
+            "loss.correction_low", low < self.correction_high, f"below loss.correction_high {self.correction_high}", low
+        )
+
+
+@dataclass(kw_only=True)
+class GapConfig:
+    """When the gap, the policy's logprob minus the engine's of the same token, is an alarm."""
+
+    warn: float = 0.1
+    """A step whose gap/mean_abs, in nats, is above this is warned of; 0 is off."""
+    stop: float = 0.0
+    """... and above this ends the run, before the step's first optimizer update; 0 is off."""
+    warn_growth: float = 3.0
+    """A gap/trend above this is warned of; above 1, or 0 for off. Weights that are stale show as a gap that grows."""
+    window: int = 20
+    """Steps that gap/trend looks back over: the median of the later half over that of the earlier; at least 2."""
+
+    def __post_init__(self) -> None:
+        _at_least("gap.", self, warn=0, stop=0, window=2)
+        _check("gap.warn_growth", self.warn_growth == 0 or self.warn_growth > 1, "0 or above 1", self.warn_growth)
 
 
 @dataclass(kw_only=True)
@@ -376,6 +413,7 @@ class Config:
     batch: BatchConfig = field(default_factory=BatchConfig)
     update: UpdateConfig = field(default_factory=UpdateConfig)
     loss: LossConfig = field(default_factory=LossConfig)
+    gap: GapConfig = field(default_factory=GapConfig)
     scoring: ScoringConfig = field(default_factory=ScoringConfig)
     ranks: RanksConfig = field(default_factory=RanksConfig)
     tracking: TrackingConfig = field(default_factory=TrackingConfig)

@@ -3,6 +3,7 @@
 import dataclasses
 import importlib
 import json
+import logging
 import math
 import os
 import re
@@ -16,23 +17,29 @@ from tqdm import tqdm
 
 from colo.config import Config
 from colo.ranks import Ranks
+from colo.rl.gap import GapTrend
 
+logger = logging.getLogger(__name__)
 SHOWN = {"reward/mean": "reward", "gap/mean_abs": "gap", "loss": "loss", "time_s/step": "s"}
 """What the progress bar shows, under which name."""
 RUNNING = {"reward/mean": "reward/running_mean"}
 """Metrics that are also logged as an exponential mean, and the mean's name."""
 RUNNING_DECAY = 0.9
+GAP_HISTORY = "gap/history"
+"""Where `state` keeps what the gap's trend goes on from."""
 ROLLOUTS = re.compile(r"step-(\d+)\.jsonl")
 
 
 class MetricsLog:
     """Rank 0's log. Opening it drops what an earlier start of the run wrote for step `first_step` and later."""
 
-    def __init__(self, run_dir: Path, config: Config, first_step: int, state: dict[str, float]) -> None:
+    def __init__(self, run_dir: Path, config: Config, first_step: int, state: dict[str, Any]) -> None:
         run_dir.mkdir(parents=True, exist_ok=True)
         self._path = run_dir / "metrics.jsonl"
         self._num_steps = config.num_steps
-        self._running = dict(state)
+        self._running = {name: value for name, value in state.items() if name != GAP_HISTORY}
+        self._warn_growth = config.gap.warn_growth
+        self._trend = GapTrend(config.gap.window, state.get(GAP_HISTORY, []))
         self._shown: dict[str, str] = {}
         rows = _cut_back(self._path, first_step)
         _drop_rollouts(run_dir / "rollouts", first_step)
@@ -50,7 +57,7 @@ class MetricsLog:
         _refuse_non_finite(step, metrics)
         if not metrics:
             return
-        metrics = metrics | self._update_running(metrics)
+        metrics = metrics | self._update_running(metrics) | self._update_trend(step, metrics)
         self._file.write(json.dumps({"step": step, **metrics}) + "\n")
         self._file.flush()
         os.fsync(self._file.fileno())
@@ -63,9 +70,9 @@ class MetricsLog:
         self._bar.set_postfix(self._shown, refresh=False)
         self._bar.update(min(step + 1, self._num_steps) - self._bar.n)
 
-    def state(self) -> dict[str, float]:
-        """The running means, for the checkpoint."""
-        return dict(self._running)
+    def state(self) -> dict[str, Any]:
+        """The running means and the gap's history, for the checkpoint."""
+        return self._running | {GAP_HISTORY: self._trend.history}
 
     def _update_running(self, metrics: dict[str, float]) -> dict[str, float]:
         for name, running in RUNNING.items():
@@ -73,6 +80,19 @@ class MetricsLog:
                 before = self._running.get(running, metrics[name])
                 self._running[running] = RUNNING_DECAY * before + (1 - RUNNING_DECAY) * metrics[name]
         return {running: self._running[running] for name, running in RUNNING.items() if name in metrics}
+
+    def _update_trend(self, step: int, metrics: dict[str, float]) -> dict[str, float]:
+        trend = self._trend.add(metrics["gap/mean_abs"]) if "gap/mean_abs" in metrics else None
+        if trend is None:
+            return {}
+        if self._warn_growth and trend > self._warn_growth:
+            logger.warning(
+                "step %d: the gap grows, as it does with stale weights: gap/trend %.3g is above gap.warn_growth=%s",
+                step,
+                trend,
+                self._warn_growth,
+            )
+        return {"gap/trend": trend}
 
     def close(self) -> None:
         """Finish the files and the bar."""
@@ -91,7 +111,7 @@ class NoMetricsLog:
         """Raises RuntimeError where a value is NaN or infinite."""
         _refuse_non_finite(step, metrics)
 
-    def state(self) -> dict[str, float]:
+    def state(self) -> dict[str, Any]:
         """Nothing: rank 0's is saved."""
         return {}
 
@@ -100,7 +120,7 @@ class NoMetricsLog:
 
 
 def open_metrics_log(
-    config: Config, first_step: int, ranks: Ranks, state: dict[str, float] | None = None
+    config: Config, first_step: int, ranks: Ranks, state: dict[str, Any] | None = None
 ) -> MetricsLog | NoMetricsLog:
     """The log of this rank: rank 0 writes, in config.run_dir.
 

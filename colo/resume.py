@@ -22,6 +22,7 @@ MAY_CHANGE = frozenset(
         "keep_checkpoints",
         "engine",
         "reload",
+        "gap",
         "batch",
         "ranks",
         "tracking",

@@ -60,7 +60,11 @@ def train(arguments: list[str]) -> None:
             scores = evaluator.at(engine, step)
             rollout = sampler.rollout(engine, step)
         batch = make_batch(  # and out here it is the policy's
-            rollout.groups, config, group_rank=ranks.group_rank, group_size=ranks.tensor_parallel_size
+            rollout.groups,
+            config,
+            num_updates=policy.num_updates,
+            group_rank=ranks.group_rank,
+            group_size=ranks.tensor_parallel_size,
         )
         update = policy.update(batch)
         metrics = scores | rollout.metrics | update | engine.take_metrics()

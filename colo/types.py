@@ -143,6 +143,9 @@ class MicroBatch:
     """[B, T] bool, True on completion tokens that train; column 0 is always False."""
     engine_logprobs_BT: Tensor
     """[B, T] float32 nats; 0 off the mask, where nothing reads it."""
+    ages_BT: Tensor
+    """[B, T] int32: optimizer updates between the weights that sampled a loss token and the policy's when the step
+    began; 0 off the mask."""
     advantages_B: Tensor
     """[B] float32."""
 

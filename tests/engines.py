@@ -63,15 +63,26 @@ def make_requests(step: int, *, max_new_tokens: int = 12, seed_offset: int = 0) 
 
 def greedy_tokens(engine: Engine) -> list[list[int]]:
     """What an awake engine completes greedily."""
+    return [completion.token_ids for completion in _greedy(engine)]
+
+
+def greedy_logprobs(engine: Engine) -> list[list[float]]:
+    """The logprobs of `greedy_tokens`, which differ where weights do although the tokens are the same."""
+    return [completion.logprobs for completion in _greedy(engine)]
+
+
+def _greedy(engine: Engine) -> list[Completion]:
     requests = [
         Request(slot=slot, sample=0, prompt_token_ids=PROMPT[slot:], seed=1, max_new_tokens=16) for slot in range(3)
     ]
-    return [completion.token_ids for completion in engine.generate(requests, GREEDY)]
+    return engine.generate(requests, GREEDY)
 
 
 def held_by(engine: Engine) -> dict[str, Tensor]:
     """Copies of an engine's parameters and buffers, tied ones under each name."""
-    return {name: tensor.detach().clone() for name, tensor in engine._parts.model.state_dict().items()}
+    model = engine._parts.model
+    tensors = [*model.named_parameters(remove_duplicate=False), *model.named_buffers()]
+    return {name: tensor.detach().clone() for name, tensor in tensors}
 
 
 def load_by_vllm(engine: Engine, whole: Iterable[tuple[str, Tensor]]) -> None:

@@ -44,6 +44,7 @@ def made_up_rows(num_rows: int, seed: int = 0) -> list[MicroBatch]:
                 token_ids_BT=torch.randint(2, 250, (1, length), generator=generator),
                 loss_mask_BT=mask,
                 engine_logprobs_BT=torch.where(mask, -5.5 + 0.8 * torch.randn(1, length, generator=generator), 0.0),
+                ages_BT=torch.where(mask, index % 2, 0).int(),
                 advantages_B=torch.randn(1, generator=generator),
             )
         )
@@ -62,6 +63,7 @@ def pack(rows: list[MicroBatch]) -> MicroBatch:
         token_ids_BT=padded("token_ids_BT"),
         loss_mask_BT=padded("loss_mask_BT"),
         engine_logprobs_BT=padded("engine_logprobs_BT"),
+        ages_BT=padded("ages_BT"),
         advantages_B=torch.cat([row.advantages_B for row in rows]),
     )
 

@@ -146,7 +146,7 @@ def computes(model: Model, _: str, loaded: Tensor) -> None:
 
 def takes_vllms(model: Model, _: str, loaded: Tensor) -> None:
     del loaded
-    model.fused.data[2:].copy_(model.cache.new_zeros(4, 4))
+    model.fused.data[2:].copy_(model.fused.new_zeros(4, 4))
 
 
 def adds(model: Model, _: str, loaded: Tensor) -> None:

@@ -105,6 +105,35 @@ class VllmParts:
         self.llm.llm_engine.add_request(request_id, {"prompt_token_ids": request.prompt_token_ids}, params)
         return request_id
 
+    def output_so_far(self, request_id: str) -> Any:
+        """What vLLM would put out for a request in flight if it were aborted now."""
+        from vllm.v1.engine import FinishReason  # noqa: PLC0415 - as above
+
+        processor = self.llm.llm_engine.output_processor
+        (internal_id,) = processor.external_req_ids[request_id]
+        return processor.request_states[internal_id].make_request_output(
+            new_token_ids=[], pooling_output=None, finish_reason=FinishReason.ABORT, stop_reason=None
+        )
+
+    def abort(self, request_ids: list[str]) -> None:
+        """Drop requests. A step that async scheduling began for them ends first, or the next one would wait for it."""
+        self.llm.llm_engine.abort_request(request_ids, internal=False)
+        core = self._core
+        while core.batch_queue and not core.scheduler.has_requests():
+            core.step_fn()
+
+    def pause(self, *, clear_cache: bool) -> None:
+        """Freeze what is in flight; with `clear_cache` its KV is computed again later."""
+        self._core.pause_scheduler("keep", clear_cache=clear_cache)
+
+    def resume(self) -> None:
+        """Go on with what is in flight."""
+        self._core.resume_scheduler()
+
+    @property
+    def _core(self) -> Any:
+        return self.llm.llm_engine.engine_core.engine_core  # type: ignore[attr-defined]
+
 
 def build_vllm(config: Config, ranks: Ranks, model_folder: Path) -> VllmParts:
     """Build the engine of this rank's tensor-parallel group. Collective over all ranks of the launch.

@@ -17,6 +17,8 @@ from colo.engine.updates import WeightUpdates
 from colo.ranks import Ranks
 from colo.types import Completion, NamedTensors, Request, Sampling
 
+PAUSE_MODES = ("abort", "wait", "keep")
+
 
 class Engine(WeightUpdates):
     """One vLLM engine, spread over this rank's tensor-parallel group, asleep while the policy updates.
@@ -90,6 +92,8 @@ class Engine(WeightUpdates):
             if needed:
                 with self._timings.timed("switch/wake_s"), self._breaks("wake_up"):
                     self._parts.wake(tag)
+                    if self.state.paused and not is_weights:
+                        self._parts.pause(clear_cache=False)  # vLLM's wake has resumed it
                 if is_weights and self.state.depth == "2":
                     self._reloader.forget()
             self.state = states.after_wake_weights(self.state) if is_weights else states.after_wake_kv(self.state)
@@ -109,15 +113,6 @@ class Engine(WeightUpdates):
                 self._parts.sleep(depth)
         self.state = states.after_sleep(self.state, depth)
 
-    def reset_prefix_cache(self) -> None:
-        """Forget cached prefixes: their KV is of other weights.
-
-        Raises:
-            RuntimeError: blocks are in use, so that vLLM kept them.
-        """
-        if not self._parts.llm.reset_prefix_cache(reset_running_requests=bool(self._requests)):
-            raise RuntimeError("the prefix cache was not reset: blocks are in use")
-
     def collective_rpc(self, call: str | Callable[..., Any], *args: Any, read_only: bool = False) -> Any:
         """Run a method or function on vLLM's worker of this rank, and return what it returns.
 
@@ -131,10 +126,51 @@ class Engine(WeightUpdates):
             self._reloader.keep_as_is()
         return result
 
-    def abort(self) -> int:
-        """Drop every request in flight; return how many."""
+    def abort(self, request_ids: list[str] | None = None) -> list[Completion]:
+        """Drop requests in flight, by default all, without a pause.
+
+        Returns:
+            What they have so far, with its logprobs and spans and the finish reason "abort".
+        """
         states.check(self.state, Call.ABORT)
-        return self._requests.abort()
+        return self._requests.abort(request_ids)
+
+    def pause_generation(self, mode: str = "abort", *, clear_cache: bool = True) -> None:
+        """Stop generating until `resume_generation`: `submit` queues, `step` does nothing, `generate` is refused.
+
+        Args:
+            mode: "abort" drops what is in flight: what it has so far comes out of `finished`. "wait" finishes it first.
+                "keep" freezes it: it goes on after the resume, also over a reload and a sleep.
+            clear_cache: Forget the KV cache; what is kept is computed again. Without, a reload leaves KV of the old
+                weights in use, which `engine/stale_kv_requests` counts.
+
+        Raises:
+            EngineStateError: "wait" where no step is legal; any where the engine is broken.
+            ValueError: no such mode.
+        """
+        states.check(self.state, Call.PAUSE)
+        if mode not in PAUSE_MODES:
+            raise ValueError(f"mode must be one of {', '.join(PAUSE_MODES)}, got {mode!r}")
+        if mode == "abort":
+            self._requests.put_back(self._requests.abort())
+        while mode == "wait" and self._requests:
+            self.step()
+        if self.state.has_kv:
+            self._parts.pause(clear_cache=clear_cache)
+        self._keeps_kv = not clear_cache
+        self.state = states.paused(self.state, is_paused=True)
+
+    def resume_generation(self) -> None:
+        """Go on after `pause_generation`; while the engine sleeps, from its wake on."""
+        states.check(self.state, Call.RESUME)
+        if self.state.has_kv:
+            self._parts.resume()
+        self._keeps_kv = False
+        self.state = states.paused(self.state, is_paused=False)
+
+    def is_paused(self) -> bool:
+        """True between `pause_generation` and `resume_generation`."""
+        return self.state.paused
 
     def generate(self, requests: list[Request], sampling: Sampling, what: str = "rollout") -> list[Completion]:
         """Sample every request to its end. Collective over the tensor-parallel group.
@@ -165,15 +201,15 @@ class Engine(WeightUpdates):
         require_same_tokens(completions, self._ranks, what)
         return completions
 
-    def submit(self, request: Request, sampling: Sampling) -> None:
-        """Queue one request."""
+    def submit(self, request: Request, sampling: Sampling) -> str:
+        """Queue one request; return the id that `abort` takes."""
         states.check(self.state, Call.SUBMIT)
-        self._requests.submit(request, sampling)
+        return self._requests.submit(request, sampling)
 
     def step(self) -> int:
-        """One scheduler step; return how many requests it finished."""
+        """One scheduler step; return how many requests it finished. While paused it does nothing."""
         states.check(self.state, Call.STEP)
-        return self._requests.step()
+        return 0 if self.state.paused else self._requests.step()
 
     def finished(self) -> list[Completion]:
         """The completions that finished since the last call."""

@@ -1,17 +1,18 @@
 """The reload: the policy's weights into the engine, in place, by a plan that was tried, and proven after each time."""
 
+import hashlib
 import logging
 import time
 from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
-import torch
 from torch import Tensor, nn
 
 from colo.config import ReloadConfig
 from colo.engine.build import VllmParts
 from colo.engine.cpu import repack_experts
+from colo.engine.handed import take
 from colo.engine.peers import PolicyShards
 from colo.engine.plan import ReloadPlan, record_plan
 from colo.engine.proof import EngineSums, shorten
@@ -58,6 +59,10 @@ class Reloader:
         self._shards = PolicyShards(ranks, options.transport)
         self._replay: Replay | None = None
         self._is_proven_once = False
+        self._is_suspect = False
+        """The last reload failed, perhaps for views that were not what they seemed: the next one makes them anew."""
+        self._is_held = False
+        """Whether `_held` is of what the engine holds now."""
         num_copies = len(self.plan.copies)
         self._loaded = np.zeros(num_copies, dtype=bool)
         """Which copies lie in the engine: not after the build or a wake from level 2."""
@@ -85,7 +90,10 @@ class Reloader:
             RuntimeError: a rank failed, or its engine does not hold what the policy handed over: on every rank.
         """
         started = time.perf_counter()
-        handed = self._taken(weights, is_chunk=False)
+        handed = take(weights, self._sources, self._ranks, is_chunk=False)
+        if self._is_suspect:
+            self.drop_policy_views()
+        self._is_suspect = True
         if self._shards.refresh(handed):
             self._replay = None  # its views are of where the tensors lay
         if self._replay is None:
@@ -93,6 +101,7 @@ class Reloader:
         self.forget()
         sums, prove_s = self._write(self._replay, handed)
         prove_s += self._settle(sums, range(len(sums)))
+        self._is_suspect = False
         moved = self._replay.bytes
         return {
             "switch/reload_s": time.perf_counter() - started - prove_s,
@@ -106,6 +115,7 @@ class Reloader:
     def forget(self) -> None:
         """The engine's weights are lost, or about to be overwritten: none counts as loaded."""
         self._loaded[:] = False
+        self._is_held = False
         self._chunked = {}
 
     def keep_as_is(self) -> None:
@@ -124,10 +134,8 @@ class Reloader:
             RuntimeError: the model takes vLLM's own reload, which wants all tensors at once.
         """
         if self.route.by_bracket:
-            raise RuntimeError(
-                f"this model is reloaded whole, not in chunks: {shorten(sorted(self.route.by_bracket))} "
-                f"cannot be written in place"
-            )
+            names = shorten([name or "every parameter" for name in sorted(self.route.by_bracket)])
+            raise RuntimeError(f"this model is reloaded whole, not in chunks: {names} cannot be written in place")
         self._chunked = {}
 
     def update(self, chunk: NamedTensors) -> None:
@@ -136,12 +144,12 @@ class Reloader:
         Raises:
             ValueError, RuntimeError: as `reload`.
         """
-        handed = self._taken(chunk, is_chunk=True)
+        handed = take(chunk, self._sources, self._ranks, is_chunk=True)
         shards = PolicyShards(self._ranks, self._options.transport)
         shards.refresh(handed)
         replay = self._bound(shards, handed)
         numbers = [number for number, copy in enumerate(self.plan.copies) if copy.source in handed]
-        self._loaded[numbers] = False  # before the write, which may fail half way
+        self._loaded[numbers] = self._is_held = False  # before the write, which may fail half way
         sums, _ = self._write(replay, handed)
         self._chunked |= {number: int(sums[number]) for number in numbers}
         shards.drop()
@@ -168,32 +176,29 @@ class Reloader:
         self._settle(sums, self._chunked)
         self._chunked = {}
 
+    def prove_again(self) -> str:
+        """Compare the engine with its last proof. Collective.
+
+        Returns:
+            A digest of this rank's sums.
+
+        Raises:
+            RuntimeError: they differ, or nothing was proven: on every rank.
+        """
+
+        def compare() -> str:
+            if not self._is_held:
+                raise RuntimeError(f"the last reload was not proven: reload.proof is {self._options.proof}")
+            held, wrong = self._sums.differing(self._held, set(self.route.by_bracket))
+            if wrong:
+                raise RuntimeError(f"the engine does not hold what was proven: {shorten(wrong)}")
+            return hashlib.sha256(held.tobytes()).hexdigest()
+
+        return self._ranks.agreed(compare, "proving the engine again")[self._ranks.rank]
+
     @property
     def _proves(self) -> bool:
         return self._options.proof == "every" or (self._options.proof == "first" and not self._is_proven_once)
-
-    def _taken(self, weights: NamedTensors, *, is_chunk: bool) -> dict[str, TensorShard]:
-        """What was handed over, by name, if it is what the plan was made for. Collective."""
-        handed: dict[str, TensorShard] = {}
-
-        def take() -> None:
-            for name, value in weights:
-                handed[name] = (
-                    value
-                    if isinstance(value, TensorShard)
-                    else TensorShard(shape=tuple(value.shape), start=0, local=value.detach())
-                )
-            wrong = [f"{name}, which is none of them" for name in handed if name not in self._sources]
-            wrong += [f"without {name}" for name in self._sources if name not in handed and not is_chunk]
-            for name, shard in handed.items():
-                wanted, got = self._sources.get(name), (shard.shape, shard.local.dtype)
-                if wanted and wanted != got:
-                    wrong.append(f"{name} {_kind(*got)} instead of {_kind(*wanted)}")
-            if wrong:
-                raise ValueError(f"weights must be the tensors that the engine was built for, got {shorten(wrong)}")
-
-        self._ranks.agreed(take, "reload: taking the policy's tensors")
-        return handed
 
     def _bound(self, shards: PolicyShards, handed: dict[str, TensorShard]) -> Replay:
         bucket_bytes = self._options.bucket_mib << 20
@@ -272,7 +277,7 @@ class Reloader:
 
         if proves:
             self._ranks.agreed(compare, "proving the reload")
-            self._is_proven_once = True
+            self._is_proven_once = self._is_held = True
         seconds = time.perf_counter() - started
         touched = {self.plan.copies[number].target for number in numbers}
         packed = [module for module in self.route.packed if touched & self._names_in(module)]
@@ -289,7 +294,3 @@ class Reloader:
 
     def _names_in(self, module: nn.Module) -> set[str]:
         return set(names_in(module, self._targets))
-
-
-def _kind(shape: tuple[int, ...], dtype: torch.dtype) -> str:
-    return f"{list(shape)} {str(dtype).removeprefix('torch.')}"

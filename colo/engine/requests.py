@@ -21,11 +21,12 @@ class Requests:
         """How many are in flight."""
         return len(self._in_flight)
 
-    def submit(self, request: Request, sampling: Sampling) -> None:
-        """Hand one to vLLM."""
+    def submit(self, request: Request, sampling: Sampling) -> str:
+        """Hand one to vLLM; return the id that `abort` takes."""
         self._num_submitted += 1
         request_id = self._parts.add_request(str(self._num_submitted), request, sampling)
         self._in_flight[request_id] = request
+        return request_id
 
     def step(self) -> int:
         """One scheduler step; return how many it finished."""
@@ -38,12 +39,26 @@ class Requests:
         completions, self._finished = self._finished, []
         return completions
 
-    def abort(self) -> int:
-        """Drop every one in flight; return how many."""
-        self._parts.llm.llm_engine.abort_request(list(self._in_flight), internal=False)
-        count = len(self._in_flight)
-        self._in_flight.clear()
-        return count
+    def abort(self, request_ids: list[str] | None = None) -> list[Completion]:
+        """Drop some in flight, or all, and return what they have so far, with the finish reason "abort".
+
+        Raises:
+            ValueError: an id that is not in flight.
+        """
+        ids = list(self._in_flight) if request_ids is None else request_ids
+        unknown = [request_id for request_id in ids if request_id not in self._in_flight]
+        if unknown:
+            raise ValueError(f"request_ids must be in flight, got {unknown[0]!r}, one of {len(unknown)} that are not")
+        # vLLM drops its own record without a word when it runs in this process.
+        partial = [_to_completion(self._in_flight[one], self._parts.output_so_far(one)) for one in ids]
+        self._parts.abort(ids)
+        for request_id in ids:
+            del self._in_flight[request_id]
+        return partial
+
+    def put_back(self, completions: list[Completion]) -> None:
+        """Count completions among those that finished."""
+        self._finished += completions
 
 
 def require_same_tokens(completions: list[Completion], ranks: Ranks, what: str) -> None:

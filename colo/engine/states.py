@@ -48,6 +48,7 @@ class Call(StrEnum):
     RESUME = "resume_generation"
     ABORT = "abort"
     SET_VERSION = "update_weight_version"
+    PROVE = "prove"
     RPC = "collective_rpc"
     RPC_READ_ONLY = "collective_rpc(read_only=True)"
 
@@ -95,8 +96,8 @@ _LOADED_CALLS = {
 ALLOWED: dict[Phase, set[Call]] = {
     Phase.STALE: _LOADED_CALLS - {Call.SET_VERSION},
     Phase.UPDATING: {Call.UPDATE, Call.FINISH_UPDATE, Call.CANCEL_UPDATE},
-    Phase.LOADED: _LOADED_CALLS,
-    Phase.READY: _LOADED_CALLS | {Call.GENERATE, Call.SUBMIT, Call.STEP},
+    Phase.LOADED: _LOADED_CALLS | {Call.PROVE},
+    Phase.READY: _LOADED_CALLS | {Call.PROVE, Call.GENERATE, Call.SUBMIT, Call.STEP},
     Phase.ASLEEP: {Call.SLEEP, Call.WAKE_WEIGHTS, Call.SET_VERSION},
     Phase.BROKEN: set(),
 }
@@ -206,6 +207,11 @@ def unfinished(state: EngineState, missing: str) -> EngineStateError:
         f"engine is {state}: {Call.FINISH_UPDATE} is refused (no chunk brought {missing}); call {Call.UPDATE} with "
         f"them, or {Call.CANCEL_UPDATE}"
     )
+
+
+def paused(state: EngineState, *, is_paused: bool) -> EngineState:
+    """The same with the flag set or taken away."""
+    return replace(state, paused=is_paused)
 
 
 def stale(state: EngineState, why: str) -> EngineState:

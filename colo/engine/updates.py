@@ -37,6 +37,8 @@ class WeightUpdates:
         self._draft = DraftWeights(parts, config, model_folder, ranks)
         self._requests = Requests(parts)
         self._timings = Timings()
+        self._keeps_kv = False
+        """Whether a pause left KV in place for what is in flight."""
         self.state: EngineState = states.after_build()
 
     def require_reloadable(self) -> None:
@@ -143,6 +145,38 @@ class WeightUpdates:
         if self.state.version:
             self.state = states.after_reload(self.state, label)
 
+    def reset_prefix_cache(self) -> None:
+        """Forget cached prefixes: their KV is of other weights.
+
+        Raises:
+            RuntimeError: blocks are in use, so that vLLM kept them.
+        """
+        if not self._parts.llm.reset_prefix_cache(reset_running_requests=bool(self._requests)):
+            raise RuntimeError("the prefix cache was not reset: blocks are in use")
+
+    def prove(self) -> str:
+        """Show again that the engine holds what was last proven, after a change of the label, say. Collective.
+
+        Returns:
+            A digest of this rank's engine weights: equal where they are, byte for byte.
+
+        Raises:
+            EngineStateError: no weights are loaded.
+            RuntimeError: they are others than at the last proof: on every rank, and the engine is STALE.
+        """
+        states.check(self.state, Call.PROVE)
+        before, self.state = self.state, states.stale(self.state, "a proof failed")
+        digest = self._reloader.prove_again()
+        self._draft.prove_kept()
+        self.state = before
+        return digest
+
     def _set_loaded(self, version: str) -> None:
         self._parts.llm.update_weight_version(version)
         self.state = states.after_reload(self.state, version)
+        if not self.state.has_kv:
+            return
+        if self._keeps_kv and self._requests:
+            self._timings.add({"engine/stale_kv_requests": float(len(self._requests))})
+        else:
+            self.reset_prefix_cache()  # what is in flight is computed again

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from colo.policy import optimizer as adamw
-from colo.rl.gap import MAX_NAME, SUM_NAMES, gap_metrics, gap_sums
+from colo.rl.gap import GapSums, GapTotals, gap_above, gap_metrics
 from colo.rl.losses import ALGORITHMS, denominator
 from colo.types import Batch, MicroBatch
 
@@ -39,6 +39,8 @@ class _Minibatch:
     micro_batches: list[_Scored]
     num_loss_tokens: int
     """Over all ranks."""
+    num_sequences: int
+    """Completions that train, over all ranks."""
     denominator: float
     """Over all ranks; 0 where nothing trains."""
 
@@ -48,15 +50,28 @@ class _Sums:
     """This rank's sums over loss tokens, by name, kept on the device until the end of the update."""
 
     sums: dict[str, Tensor] = field(default_factory=dict)
-    largest: Tensor | None = None
 
     def add(self, sums: dict[str, Tensor]) -> None:
         for name, value in sums.items():
             self.sums[name] = self.sums[name] + value.double() if name in self.sums else value.double()
 
-    def add_gap(self, sums: dict[str, Tensor]) -> None:
-        self.add({name: sums[name] for name in SUM_NAMES})
-        self.largest = sums[MAX_NAME] if self.largest is None else torch.maximum(self.largest, sums[MAX_NAME])
+
+@dataclass
+class _FirstPass(_Sums):
+    """What the weights that the rollout came from say about it: before the first optimizer step."""
+
+    gap: GapSums = field(default_factory=GapSums)
+
+
+@dataclass(kw_only=True)
+class _Step:
+    """How an optimizer step went, over all ranks."""
+
+    loss: float = 0.0
+    grad_norm: float = 0.0
+    lr: float
+    gap: dict[str, float]
+    """The update's gap; empty in steps after the first."""
 
 
 def update_policy(policy: "Policy", batch: Batch) -> dict[str, float]:
@@ -65,26 +80,28 @@ def update_policy(policy: "Policy", batch: Batch) -> dict[str, float]:
     update = policy.config.update
     num_steps = len(batch.minibatches) * update.num_epochs
     minibatches = _prepare(policy, batch)
-    sums, first_pass = _Sums(), _Sums()
-    losses, grad_norms, lr = [], [], 0.0
+    sums, first_pass = _Sums(), _FirstPass()
+    steps: list[_Step] = []
     if policy.reference is not None or num_steps > 1:
         _score_without_gradient(policy, minibatches, num_steps > 1, first_pass)
     for _ in range(update.num_epochs):
         for minibatch in minibatches:
             own_loss = _accumulate_gradients(policy, minibatch, sums, first_pass if num_steps == 1 else None)
-            loss, grad_norm, lr = _optimizer_step(policy, minibatch, own_loss)
-            losses.append(loss)
-            grad_norms.append(grad_norm)
+            steps.append(_optimizer_step(policy, minibatch, own_loss, None if steps else first_pass.gap.totals()))
     num_trained = sum(minibatch.num_loss_tokens for minibatch in minibatches)
-    metrics = _reduced(policy, batch, sums, first_pass, num_trained, update.num_epochs)
-    return metrics | {
-        "loss": sum(losses) / num_steps,
-        "grad_norm": sum(grad_norms) / num_steps,
-        "lr": lr,
-        "tokens/trained": float(num_trained),
-        "version": float(policy.num_updates),
-        "time_s/update": time.perf_counter() - started,
-    }
+    metrics = _reduced(policy, batch, minibatches, sums, first_pass)
+    return (
+        metrics
+        | steps[0].gap
+        | {
+            "loss": sum(step.loss for step in steps) / num_steps,
+            "grad_norm": sum(step.grad_norm for step in steps) / num_steps,
+            "lr": steps[-1].lr,
+            "tokens/trained": float(num_trained),
+            "version": float(policy.num_updates),
+            "time_s/update": time.perf_counter() - started,
+        }
+    )
 
 
 def _prepare(policy: "Policy", batch: Batch) -> list[_Minibatch]:
@@ -105,7 +122,11 @@ def _prepare(policy: "Policy", batch: Batch) -> list[_Minibatch]:
         while len(scored) < num_micro_batches:
             scored.append(_Scored(batch=_dummy(policy.ranks.device), is_dummy=True))
         divisor = denominator(name, num_tokens, num_sequences, batch.max_new_tokens) if num_tokens else 0.0
-        minibatches.append(_Minibatch(micro_batches=scored, num_loss_tokens=num_tokens, denominator=divisor))
+        minibatches.append(
+            _Minibatch(
+                micro_batches=scored, num_loss_tokens=num_tokens, num_sequences=num_sequences, denominator=divisor
+            )
+        )
     return minibatches
 
 
@@ -119,6 +140,7 @@ def _to_device(micro: MicroBatch, device: torch.device) -> MicroBatch:
         token_ids_BT=micro.token_ids_BT.to(device),
         loss_mask_BT=micro.loss_mask_BT.to(device),
         engine_logprobs_BT=micro.engine_logprobs_BT.to(device),
+        ages_BT=micro.ages_BT.to(device),
         advantages_B=micro.advantages_B.to(device),
     )
 
@@ -128,11 +150,14 @@ def _dummy(device: torch.device) -> MicroBatch:
         token_ids_BT=torch.zeros(1, 2, dtype=torch.int64, device=device),
         loss_mask_BT=torch.zeros(1, 2, dtype=torch.bool, device=device),
         engine_logprobs_BT=torch.zeros(1, 2, device=device),
+        ages_BT=torch.zeros(1, 2, dtype=torch.int32, device=device),
         advantages_B=torch.zeros(1, device=device),
     )
 
 
-def _score_without_gradient(policy: "Policy", minibatches: list[_Minibatch], has_old: bool, first_pass: _Sums) -> None:
+def _score_without_gradient(
+    policy: "Policy", minibatches: list[_Minibatch], has_old: bool, first_pass: _FirstPass
+) -> None:
     """Fill in old and reference logprobs; where there are old ones, the gap is that of this pass."""
     temperature = policy.config.scoring_temperature
     with torch.no_grad():
@@ -152,13 +177,12 @@ def _score_without_gradient(policy: "Policy", minibatches: list[_Minibatch], has
         policy.reference.reshard()
 
 
-def _measure(scored: _Scored, logprobs_BT: Tensor, entropy_BT: Tensor, first_pass: _Sums) -> None:
-    mask_BT = scored.batch.loss_mask_BT
-    first_pass.add_gap(gap_sums(logprobs_BT, scored.batch.engine_logprobs_BT, mask_BT))
-    first_pass.add({"entropy": torch.where(mask_BT, entropy_BT, 0.0).double().sum()})
+def _measure(scored: _Scored, logprobs_BT: Tensor, entropy_BT: Tensor, first_pass: _FirstPass) -> None:
+    first_pass.gap.add(logprobs_BT, scored.batch)
+    first_pass.add({"entropy": torch.where(scored.batch.loss_mask_BT, entropy_BT, 0.0).double().sum()})
 
 
-def _accumulate_gradients(policy: "Policy", minibatch: _Minibatch, sums: _Sums, first_pass: _Sums | None) -> float:
+def _accumulate_gradients(policy: "Policy", minibatch: _Minibatch, sums: _Sums, first_pass: _FirstPass | None) -> float:
     """Forward and backward over a minibatch. Collective.
 
     Returns:
@@ -183,33 +207,30 @@ def _accumulate_gradients(policy: "Policy", minibatch: _Minibatch, sums: _Sums, 
     return total.item() * scale
 
 
-def _optimizer_step(policy: "Policy", minibatch: _Minibatch, loss: float) -> tuple[float, float, float]:
+def _optimizer_step(policy: "Policy", minibatch: _Minibatch, loss: float, gap: GapTotals | None) -> _Step:
     """Check, clip and apply the gradients. Collective.
 
-    Returns:
-        The loss and the gradient norm before clipping, over all ranks, and the learning rate.
+    Args:
+        loss: This rank's part.
+        gap: This rank's, before the first optimizer step; None before later ones.
 
     Raises:
-        RuntimeError: a rank's loss or gradient is not finite; the weights are as they were.
+        RuntimeError: a rank's loss or gradient is not finite, or the gap is above `gap.stop`; the weights are as they
+            were.
     """
     config, parameters = policy.config, list(policy.parameters.values())
     gradients = adamw.local_gradients(parameters)
-    rows = policy.ranks.gather((loss, adamw.sum_of_squares(gradients)), "the gradient norm")
-    for what, column in (("loss", 0), ("sum of squared gradients", 1)):
-        for rank, row in enumerate(rows):
-            if not math.isfinite(row[column]):
-                policy.optimizer.zero_grad()
-                policy.ranks.give_way(rank)
-                raise RuntimeError(
-                    f"optimizer update {policy.num_updates}: {what} must be finite, got {row[column]} on rank {rank}"
-                )
+    rows = policy.ranks.gather((loss, adamw.sum_of_squares(gradients), gap), "the gradient norm and the gap")
+    _refuse_non_finite(policy, rows)
+    metrics = gap_metrics([row[2] for row in rows if row[2] is not None])
+    _check_gap(policy, metrics)
     lr = adamw.learning_rate(policy.num_updates, config.num_updates, config.update)
     if minibatch.num_loss_tokens == 0:
         # Not a step: AdamW's momentum and weight decay would move the weights all the same.
         policy.optimizer.zero_grad()
         if policy.ranks.is_main:
             logger.warning("optimizer update %d is left out: no token trains on any rank", policy.num_updates)
-        return 0.0, 0.0, lr
+        return _Step(lr=lr, gap=metrics)
     grad_norm = math.sqrt(sum(row[1] for row in rows))
     adamw.clip(gradients, grad_norm, config.update.max_grad_norm)
     for group in policy.optimizer.param_groups:
@@ -217,27 +238,55 @@ def _optimizer_step(policy: "Policy", minibatch: _Minibatch, loss: float) -> tup
     policy.optimizer.step()
     policy.optimizer.zero_grad()
     policy.num_updates += 1
-    return sum(row[0] for row in rows), grad_norm, lr
+    return _Step(loss=sum(row[0] for row in rows), grad_norm=grad_norm, lr=lr, gap=metrics)
+
+
+def _refuse_non_finite(policy: "Policy", rows: list[tuple[float, float, GapTotals | None]]) -> None:
+    for what, column in (("loss", 0), ("sum of squared gradients", 1)):
+        for rank, row in enumerate(rows):
+            value = row[column]
+            assert isinstance(value, float), f"the {what} of rank {rank} must be a number"
+            if not math.isfinite(value):
+                policy.optimizer.zero_grad()
+                policy.ranks.give_way(rank)
+                raise RuntimeError(
+                    f"optimizer update {policy.num_updates}: {what} must be finite, got {value} on rank {rank}"
+                )
+
+
+def _check_gap(policy: "Policy", metrics: dict[str, float]) -> None:
+    """Stop or warn by the update's gap, which is equal on every rank."""
+    limits = policy.config.gap
+    told = gap_above(metrics, "gap.stop", limits.stop)
+    if told:
+        policy.optimizer.zero_grad()
+        raise RuntimeError(f"optimizer update {policy.num_updates}: {told}")
+    told = gap_above(metrics, "gap.warn", limits.warn)
+    if told and policy.ranks.is_main:
+        logger.warning("optimizer update %d: %s", policy.num_updates, told)
 
 
 def _reduced(
-    policy: "Policy", batch: Batch, sums: _Sums, first_pass: _Sums, num_trained: int, num_epochs: int
+    policy: "Policy", batch: Batch, minibatches: list[_Minibatch], sums: _Sums, first_pass: _FirstPass
 ) -> dict[str, float]:
     """Sum what every rank counted. Collective."""
     values = {name: value.item() for name, value in (sums.sums | first_pass.sums).items()}
     counts = {f"batch/{name.removeprefix('num_')}": value for name, value in batch.metrics.items()}
     total = policy.ranks.sum(values | counts, "the update's metrics")
-    assert first_pass.largest is not None, "the first pass must have seen a micro-batch"
-    total[MAX_NAME] = policy.ranks.max(first_pass.largest.item(), "the largest gap")
-    metrics = {name: total[name] for name in counts} | gap_metrics(total)
-    if not num_trained:
+    metrics = {name: total[name] for name in counts}
+    num_tokens = sum(minibatch.num_loss_tokens for minibatch in minibatches)
+    if not num_tokens:
         return metrics
+    num_sequences = sum(minibatch.num_sequences for minibatch in minibatches)
     shares = {
-        "clip/low_share": "num_clipped_low",
-        "clip/high_share": "num_clipped_high",
-        "importance/capped_share": "num_importance_capped",
-        "kl/reference": "kl_sum",
+        "clip/low_share": ("num_clipped_low", num_tokens),
+        "clip/high_share": ("num_clipped_high", num_tokens),
+        "correction/capped_share": ("num_capped", num_tokens),
+        "correction/masked_share": ("num_masked", num_tokens),
+        "correction/masked_sequences_share": ("num_masked_sequences", num_sequences),
+        "kl/reference": ("kl_sum", num_tokens),
     }
-    metrics |= {name: total[key] / (num_trained * num_epochs) for name, key in shares.items() if key in total}
-    metrics["entropy/mean"] = total["entropy"] / num_trained
+    num_epochs = policy.config.update.num_epochs
+    metrics |= {name: total[key] / (number * num_epochs) for name, (key, number) in shares.items() if key in total}
+    metrics["entropy/mean"] = total["entropy"] / num_tokens
     return metrics

@@ -17,13 +17,15 @@ class _Row:
     prompt_token_ids: list[int]
     completion: Completion
     advantage: float
+    ages: list[int]
+    """As `MicroBatch.ages_BT`, for each token of the completion."""
 
     @property
     def num_tokens(self) -> int:
         return len(self.prompt_token_ids) + len(self.completion.token_ids)
 
 
-def make_batch(groups: list[Group], config: Config, *, group_rank: int, group_size: int) -> Batch:
+def make_batch(groups: list[Group], config: Config, *, num_updates: int, group_rank: int, group_size: int) -> Batch:
     """Cut one rank's share of a replica's completions into minibatches and micro-batches.
 
     Advantages come from whole groups. Of the replica's completions, in order of (slot, sample), this rank trains on
@@ -33,6 +35,7 @@ def make_batch(groups: list[Group], config: Config, *, group_rank: int, group_si
     Args:
         groups: The replica's groups, scored; may be empty.
         config: Gives algorithm, loss.mask_truncated, batch.max_tokens and the number of minibatches.
+        num_updates: Optimizer updates that are in the policy now; what a completion's version labels are counted from.
         group_rank: This rank's place in its tensor-parallel group.
         group_size: Ranks in that group.
 
@@ -42,7 +45,8 @@ def make_batch(groups: list[Group], config: Config, *, group_rank: int, group_si
         `num_padding_tokens`, `num_micro_batches` and `num_truncated_masked`.
 
     Raises:
-        RuntimeError: a completion whose engine logprobs are missing or not finite.
+        RuntimeError: a completion whose engine logprobs are missing or not finite, whose spans do not cover its
+            tokens, or whose version labels are not numbers of updates, `num_updates` at most.
     """
     num_minibatches = config.update.num_minibatches
     rows: list[list[_Row]] = [[] for _ in range(num_minibatches)]
@@ -58,7 +62,8 @@ def make_batch(groups: list[Group], config: Config, *, group_rank: int, group_si
                 num_truncated_masked += 1
             elif completion.token_ids:
                 _check_logprobs(completion)
-                minibatch.append(_Row(group.prompt.token_ids, completion, advantage))
+                ages = _ages(completion, num_updates)
+                minibatch.append(_Row(group.prompt.token_ids, completion, advantage, ages))
     minibatches = [_micro_batches(minibatch, config.batch.max_tokens) for minibatch in rows]
     metrics = _counts([micro_batch for minibatch in minibatches for micro_batch in minibatch])
     metrics["num_truncated_masked"] = float(num_truncated_masked)
@@ -114,6 +119,24 @@ def _advantages(group: Group, algorithm: str) -> list[float]:
     return ALGORITHMS[algorithm].advantages(rewards_PG)[0].tolist()
 
 
+def _ages(completion: Completion, num_updates: int) -> list[int]:
+    """How many updates old the weights were that sampled each token."""
+    name = f"completion {completion.sample} of slot {completion.slot}"
+    ages: list[int] = []
+    for span in completion.spans:
+        if not (span.version.isascii() and span.version.isdigit()):
+            raise RuntimeError(f"{name} must have numbers of updates as version labels, got {span.version!r}")
+        age = num_updates - int(span.version)
+        if age < 0:
+            raise RuntimeError(f"{name} must be of weights with at most {num_updates} updates, got {span.version}")
+        if span.start != len(ages) or span.end <= span.start:
+            raise RuntimeError(f"{name} must have spans that follow on each other, got [{span.start}, {span.end})")
+        ages += [age] * (span.end - span.start)
+    if len(ages) != len(completion.token_ids):
+        raise RuntimeError(f"{name} must have spans over its {len(completion.token_ids)} tokens, got {len(ages)}")
+    return ages
+
+
 def _check_logprobs(completion: Completion) -> None:
     name = f"completion {completion.sample} of slot {completion.slot}"
     if len(completion.logprobs) != len(completion.token_ids):
@@ -143,6 +166,7 @@ def _pack(rows: list[_Row]) -> MicroBatch:
         token_ids_BT=torch.zeros(shape, dtype=torch.int64),
         loss_mask_BT=torch.zeros(shape, dtype=torch.bool),
         engine_logprobs_BT=torch.zeros(shape, dtype=torch.float32),
+        ages_BT=torch.zeros(shape, dtype=torch.int32),
         advantages_B=torch.tensor([row.advantage for row in rows], dtype=torch.float32),
     )
     for index, row in enumerate(rows):
@@ -151,6 +175,7 @@ def _pack(rows: list[_Row]) -> MicroBatch:
         micro_batch.token_ids_BT[index, :end] = torch.tensor(row.prompt_token_ids + row.completion.token_ids)
         micro_batch.loss_mask_BT[index, start:end] = True
         micro_batch.engine_logprobs_BT[index, start:end] = torch.tensor(row.completion.logprobs, dtype=torch.float32)
+        micro_batch.ages_BT[index, start:end] = torch.tensor(row.ages, dtype=torch.int32)
     return micro_batch
 
 

@@ -1,59 +1,182 @@
 """The gap: the policy's logprob minus the engine's, of the same token under what should be the same weights.
 
 It is 0 where both compute the same distribution, rounding aside; weights that differ, or a temperature applied
-on one side only, show up here first.
+on one side only, show up here first. Weights that are some updates old show as a gap by the token's age, and
+weights that stay old as a gap that grows.
 """
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from colo.rl.losses import k3
+from colo.types import MicroBatch
 
-SUM_NAMES = ("num_tokens", "gap_sum", "gap_abs_sum", "gap_kl_sum")
-"""What `gap_sums` returns that adds up over micro-batches and ranks."""
-MAX_NAME = "gap_abs_max"
-"""What it returns that does not: take the largest."""
+Key = TypeVar("Key")
+Number = TypeVar("Number", int, float)
+BINS_PER_OCTAVE = 32
+"""Of the histogram of |gap|: a bin's upper edge is 2.2 % above its lower, so its middle is within 1.1 % of what is
+in it."""
+LOWEST_BIN, HIGHEST_BIN = -30 * BINS_PER_OCTAVE, 10 * BINS_PER_OCTAVE
+"""From 2^-30, below which a gap counts as 0, to 2^10 nats."""
 
 
-def gap_sums(policy_logprobs_BT: Tensor, engine_logprobs_BT: Tensor, loss_mask_BT: Tensor) -> dict[str, Tensor]:
-    """Sum the gap over the loss tokens of a micro-batch.
+@dataclass(frozen=True, kw_only=True)
+class GapTotals:
+    """One rank's gap in plain numbers, which add up over ranks."""
 
-    Args:
-        policy_logprobs_BT: [B, T] nats, before any optimizer step on this rollout.
-        engine_logprobs_BT: [B, T] nats.
-        loss_mask_BT: [B, T] bool; what stands off it is not read.
+    sums: dict[int, dict[str, float]]
+    """By age: `num_tokens`, and sums over them of `gap`, `gap_abs`, `kl` (k3 of the gap) and `ratio`."""
+    largest: float
+    """The largest |gap|; 0 without tokens."""
+    histogram: dict[int, int]
+    """Loss tokens by the bin of their |gap|."""
+
+
+class GapSums:
+    """The gap of one rank's micro-batches; it stays on the device until `totals`."""
+
+    def __init__(self) -> None:
+        self._parts: list[tuple[Tensor, MicroBatch]] = []
+
+    def add(self, policy_logprobs_BT: Tensor, batch: MicroBatch) -> None:
+        """Take in a micro-batch.
+
+        Args:
+            policy_logprobs_BT: [B, T] nats, before any optimizer step on this rollout.
+            batch: Gives the engine's logprobs and the ages; what stands off its loss mask is not read.
+        """
+        self._parts.append((policy_logprobs_BT.detach().double() - batch.engine_logprobs_BT.double(), batch))
+
+    def totals(self) -> GapTotals:
+        """Sum over all loss tokens; waits for the device."""
+        assert self._parts, "the gap must have seen a micro-batch, which may be without loss tokens"
+        # Summed on the CPU: a float64 for each loss token is little, and its sums repeat bit for bit.
+        gap = torch.cat([gap_BT[batch.loss_mask_BT] for gap_BT, batch in self._parts]).cpu()
+        age = torch.cat([batch.ages_BT[batch.loss_mask_BT] for _, batch in self._parts]).cpu()
+        bins, counts = _bins(gap.abs()).unique(return_counts=True)
+        return GapTotals(
+            sums={number: _sums(gap[age == number]) for number in age.unique().tolist()},
+            largest=gap.abs().max().item() if gap.numel() else 0.0,
+            histogram=dict(zip(bins.tolist(), counts.tolist(), strict=True)),
+        )
+
+
+def gap_metrics(totals: Sequence[GapTotals]) -> dict[str, float]:
+    """Turn the totals of all ranks, in rank order, into metrics.
 
     Returns:
-        Detached float64 scalars: SUM_NAMES, to be added, and MAX_NAME, of which the largest counts (0 without tokens).
-    """
-    difference_BT = policy_logprobs_BT.detach().double() - engine_logprobs_BT.double()
-    gap_BT = torch.where(loss_mask_BT, difference_BT, torch.zeros_like(difference_BT))
-    return {
-        "num_tokens": loss_mask_BT.sum().double(),
-        "gap_sum": gap_BT.sum(),
-        "gap_abs_sum": gap_BT.abs().sum(),
-        "gap_kl_sum": k3(gap_BT).sum(),
-        MAX_NAME: gap_BT.abs().amax() if gap_BT.numel() else gap_BT.sum(),
-    }
-
-
-def gap_metrics(sums: Mapping[str, float]) -> dict[str, float]:
-    """Turn sums over all micro-batches and ranks, and the largest MAX_NAME, into metrics.
-
-    Returns:
-        In nats per loss token: `gap/mean`, `gap/mean_abs`, `gap/max_abs`, and `gap/kl`, the k3 estimate of
-        KL(engine || policy). Empty where no token trained: there is no gap to speak of, and 0 would claim there was.
+        In nats per loss token: `gap/mean`, `gap/mean_abs`, `gap/max_abs`, `gap/p50_abs` and `gap/p99_abs` (percentiles
+        of |gap|, to 1.1 %), and `gap/kl`, the k3 estimate of KL(engine || policy). `gap/ratio_mean` is the mean
+        probability ratio of policy to engine, 1 but for sampling noise where the engine sampled what it says. Where
+        not all tokens have age 0, for each age that occurs `gap/age_N/mean_abs`, `gap/age_N/kl` and
+        `gap/age_N/num_tokens`. Empty where no token trained: there is no gap to speak of, and 0 would claim there was.
 
     Source: k3, joschu.net/blog/kl-approx.html, with exp(gap) the ratio of policy to engine.
     """
-    num_tokens = sums["num_tokens"]
-    if num_tokens == 0:
+    by_age = {age: _added([row.sums[age] for row in totals if age in row.sums]) for age in _ages(totals)}
+    if not by_age:
         return {}
-    return {
-        "gap/mean": sums["gap_sum"] / num_tokens,
-        "gap/mean_abs": sums["gap_abs_sum"] / num_tokens,
-        "gap/max_abs": sums[MAX_NAME],
-        "gap/kl": sums["gap_kl_sum"] / num_tokens,
+    total = _added(list(by_age.values()))
+    largest = max(row.largest for row in totals)
+    histogram = _added([row.histogram for row in totals])
+    num_tokens = total["num_tokens"]
+    metrics = {
+        "gap/mean": total["gap"] / num_tokens,
+        "gap/mean_abs": total["gap_abs"] / num_tokens,
+        "gap/max_abs": largest,
+        "gap/p50_abs": min(largest, _percentile(histogram, 0.50)),
+        "gap/p99_abs": min(largest, _percentile(histogram, 0.99)),
+        "gap/kl": total["kl"] / num_tokens,
+        "gap/ratio_mean": total["ratio"] / num_tokens,
     }
+    if set(by_age) != {0}:
+        for age, sums in by_age.items():
+            metrics[f"gap/age_{age}/mean_abs"] = sums["gap_abs"] / sums["num_tokens"]
+            metrics[f"gap/age_{age}/kl"] = sums["kl"] / sums["num_tokens"]
+            metrics[f"gap/age_{age}/num_tokens"] = sums["num_tokens"]
+    return metrics
+
+
+def gap_above(metrics: Mapping[str, float], option: str, limit: float) -> str:
+    """Say by how much `gap/mean_abs` is above the option's limit; empty where it is not, or the limit is 0, or no token
+    trained.
+    """
+    mean_abs = metrics.get("gap/mean_abs", 0.0)
+    if limit == 0 or mean_abs <= limit:
+        return ""
+    others = ", ".join(f"{name} {value:.4g}" for name, value in metrics.items() if name != "gap/mean_abs")
+    return f"gap/mean_abs must be at most {option} {limit}, got {mean_abs} ({others})"
+
+
+class GapTrend:
+    """How `gap/mean_abs` moves over the last steps: 1 is flat, 2 says that it doubled between the window's halves.
+
+    A ratio of medians, since one odd step among several should neither look like growth nor hide it (the breakdown
+    point of a median is one half), and a ratio, since a gap of float32 and one of bfloat16 differ by orders of
+    magnitude while what is stale grows in both.
+    """
+
+    def __init__(self, window: int, history: Sequence[float] = ()) -> None:
+        """Go on from `history`, oldest first; of a longer one the newest count."""
+        self._window = window
+        self.history = list(history)[-window:]
+        """The last `window` values at most, oldest first: all that a resume needs."""
+
+    def add(self, mean_abs: float) -> float | None:
+        """Take in a step's `gap/mean_abs`.
+
+        Returns:
+            `gap/trend`; None before `window` steps, and where the earlier half's median is 0.
+        """
+        self.history = [*self.history, mean_abs][-self._window :]
+        half = self._window // 2  # of an odd number the middle one is in neither
+        earlier = median(self.history[:half])
+        if len(self.history) < self._window or earlier == 0:
+            return None
+        return median(self.history[-half:]) / earlier
+
+
+def _sums(gap: Tensor) -> dict[str, float]:
+    return {
+        "num_tokens": float(gap.numel()),
+        "gap": gap.sum().item(),
+        "gap_abs": gap.abs().sum().item(),
+        "kl": k3(gap).sum().item(),
+        "ratio": gap.exp().sum().item(),
+    }
+
+
+def _ages(totals: Sequence[GapTotals]) -> list[int]:
+    return sorted({age for row in totals for age in row.sums})
+
+
+def _added(rows: Sequence[dict[Key, Number]]) -> dict[Key, Number]:
+    """Sums by key, in the order of the rows."""
+    added: dict[Key, Number] = {}
+    for row in rows:
+        for key, value in row.items():
+            added[key] = added[key] + value if key in added else value
+    return added
+
+
+def _bins(gap_abs: Tensor) -> Tensor:
+    """Bin k holds [2^(k / BINS_PER_OCTAVE), 2^((k + 1) / BINS_PER_OCTAVE)); the lowest and what is below are 0."""
+    bins = torch.log2(gap_abs).mul(BINS_PER_OCTAVE).floor()
+    # NaN goes to the top: it has no bin, and the sums show it.
+    return bins.nan_to_num(nan=HIGHEST_BIN).clamp(LOWEST_BIN, HIGHEST_BIN).long()
+
+
+def _percentile(histogram: dict[int, int], share: float) -> float:
+    """The geometric middle of the bin that holds the smallest value with `share` of all at or below it."""
+    needed, seen = math.ceil(share * sum(histogram.values())), 0
+    for index in sorted(histogram):
+        seen += histogram[index]
+        if seen >= needed:
+            return 0.0 if index == LOWEST_BIN else 2.0 ** ((index + 0.5) / BINS_PER_OCTAVE)
+    raise AssertionError("a percentile must be of at least one value")

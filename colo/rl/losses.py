@@ -12,6 +12,7 @@ from torch import Tensor
 
 from colo.config import LossConfig
 from colo.rl.advantages import dr_grpo_advantages, grpo_advantages, rloo_advantages
+from colo.rl.corrections import correction_weights
 from colo.types import MicroBatch
 
 LossSums = tuple[Tensor, dict[str, Tensor]]
@@ -37,9 +38,9 @@ def clipped_loss(
     loss: LossConfig,
     reference_logprobs_BT: Tensor | None,
 ) -> LossSums:
-    """PPO's clipped loss for each token, weighted by truncated importance sampling, plus a KL penalty.
+    """PPO's clipped loss for each token, weighted by the correction for how it was sampled, plus a KL penalty.
 
-    Per loss token, with r = exp(policy - old), A the completion's advantage, and w from `importance_weights`:
+    Per loss token, with r = exp(policy - old), A the completion's advantage, and w from `correction_weights`:
     `-w * min(r A, clip(r, 1 - clip_low, 1 + clip_high) A) + kl_coef * (exp(d) - 1 - d)`, d = reference - policy.
 
     Args:
@@ -51,7 +52,7 @@ def clipped_loss(
 
     Returns:
         The sum over loss tokens (not divided), and detached sums: `num_clipped_low`, `num_clipped_high` (tokens whose
-        gradient the clip removes), `num_importance_capped`, and `kl_sum` (nats) if there is a reference.
+        gradient the clip removes), those of `correction_weights`, and `kl_sum` (nats) if there is a reference.
 
     Source: clip, PPO, arxiv.org/abs/1707.06347, eq. 7; separate limits, DAPO, arxiv.org/abs/2503.14476;
     KL to the reference, GRPO, arxiv.org/abs/2402.03300, eq. 4.
@@ -61,35 +62,18 @@ def clipped_loss(
     ratio_BT = torch.exp(_on_mask(policy_logprobs_BT - old_logprobs_BT, mask_BT))
     clipped_BT = ratio_BT.clamp(1 - loss.clip_low, 1 + loss.clip_high)
     surrogate_BT = torch.minimum(ratio_BT * advantages_BT, clipped_BT * advantages_BT)
-    weights_BT, is_capped_BT = importance_weights(old_logprobs_BT, batch, loss.importance_cap)
+    weights_BT, correction_sums = correction_weights(old_logprobs_BT, batch, loss)
     losses_BT = -weights_BT * surrogate_BT
     sums = {
         "num_clipped_low": (mask_BT & (advantages_BT < 0) & (ratio_BT < 1 - loss.clip_low)).sum(),
         "num_clipped_high": (mask_BT & (advantages_BT > 0) & (ratio_BT > 1 + loss.clip_high)).sum(),
-        "num_importance_capped": is_capped_BT.sum(),
-    }
+    } | correction_sums
     assert reference_logprobs_BT is not None or loss.kl_coef == 0, "loss.kl_coef above 0 needs reference logprobs"
     if reference_logprobs_BT is not None:
         kl_BT = k3(_on_mask(reference_logprobs_BT - policy_logprobs_BT, mask_BT))
         sums["kl_sum"] = kl_BT.detach().sum()
         losses_BT = losses_BT + loss.kl_coef * kl_BT
     return _on_mask(losses_BT, mask_BT).sum(), sums
-
-
-def importance_weights(old_logprobs_BT: Tensor, batch: MicroBatch, cap: float) -> tuple[Tensor, Tensor]:
-    """Correct for the engine having sampled from a slightly different distribution than the policy's.
-
-    Returns:
-        [B, T] detached weights min(exp(old - engine), cap), 1 off the loss mask and everywhere when `cap` is 0;
-        and [B, T] bool, True where the cap was met.
-
-    Source: truncated importance weights, V-trace, arxiv.org/abs/1802.01561, section 4.1; between engine and
-    trainer, fengyao.notion.site/off-policy-rl.
-    """
-    if cap == 0:
-        return torch.ones_like(old_logprobs_BT), torch.zeros_like(batch.loss_mask_BT)
-    weights_BT = torch.exp(_on_mask(old_logprobs_BT.detach() - batch.engine_logprobs_BT, batch.loss_mask_BT))
-    return weights_BT.clamp(max=cap), batch.loss_mask_BT & (weights_BT > cap)
 
 
 def k3(log_ratio: Tensor) -> Tensor:
