@@ -4,6 +4,7 @@ run_dir/checkpoints/step-N/    after N steps; loads in transformers and in vLLM
     model*.safetensors, config.json, tokenizer files ...    the Hugging Face layout
     optimizer/    optimizer*.safetensors                    full tensors: any number of ranks can load them
     trainer.json      step, the policy's counters, running means, each rank's random states
+    sampled.json      what is sampled and not trained on yet, where there is any
     manifest.json     bytes and sha256 of every other file
 """
 
@@ -23,17 +24,18 @@ from torch import Tensor
 
 from colo.config import Config
 from colo.ranks import Ranks
+from colo.resume import rollout_path
 from colo.rng import restore_rng, rng_state
 from colo.tensor_files import TensorSource, write_tensors
 
 logger = logging.getLogger(__name__)
-MANIFEST, TRAINER = "manifest.json", "trainer.json"
+MANIFEST, TRAINER, SAMPLED = "manifest.json", "trainer.json", "sampled.json"
 OPTIMIZER = "optimizer"
 """A folder of its own: vLLM reads every safetensors file that lies beside a model's."""
 MAX_FILE_BYTES = 4 << 30
 COPIED_SUFFIXES = (".json", ".txt", ".model", ".jinja", ".tiktoken", ".py")
 """Of the model folder's files: what describes the model and its tokenizer."""
-NOT_COPIED = re.compile(r"manifest\.json|trainer\.json|.*\.index\.json")
+NOT_COPIED = re.compile(r"manifest\.json|trainer\.json|sampled\.json|.*\.index\.json")
 STEP = re.compile(r"step-(\d+)")
 LEFTOVERS = ".step-*"
 
@@ -74,9 +76,12 @@ def save_checkpoint(
     ranks: Ranks,
     model_folder: Path,
     *,
+    sampled: dict[str, Any] | None = None,
     max_file_bytes: int = MAX_FILE_BYTES,
 ) -> Path:
     """Save what a run needs to go on after `step` steps, then delete all but the last keep_checkpoints. Collective.
+
+    One whose step's rollout is on disk is not deleted: `colo replay` trains it on that.
 
     Killed at any moment, it leaves the checkpoints before it whole. Checkpoints of later steps, which a run
     left that was resumed from an earlier one, are deleted too: they are not of this run.
@@ -84,6 +89,7 @@ def save_checkpoint(
     Args:
         extra: What JSON holds (running means); rank 0's is saved.
         model_folder: Where config.json, the tokenizer's files and the like are copied from.
+        sampled: What JSON holds of rollouts that are not trained on yet; rank 0's is saved, unless it is empty.
         max_file_bytes: Rank 0 holds one file's tensors in memory at a time; a larger tensor goes alone.
 
     Returns:
@@ -101,7 +107,7 @@ def save_checkpoint(
         partial = final.with_name(f".{final.name}.partial-{os.getpid()}")
         try:
             remove_leftovers(Path(config.run_dir))
-            _write_partial(partial, tensors, trainer, model_folder, max_file_bytes)
+            _write_partial(partial, tensors, {TRAINER: trainer, SAMPLED: sampled}, model_folder, max_file_bytes)
             _publish(partial, final)
         except Exception as error:
             shutil.rmtree(partial, ignore_errors=True)
@@ -136,6 +142,12 @@ def load_checkpoint(folder: Path, policy: Trained, ranks: Ranks) -> tuple[int, d
     if ranks.rank < len(trainer["rng"]):
         restore_rng(trainer["rng"][ranks.rank], ranks.device)
     return trainer["step"], trainer["extra"]
+
+
+def load_sampled(folder: Path | None) -> dict[str, Any]:
+    """What a verified checkpoint has of rollouts that were not trained on; empty where it has none, or is None."""
+    path = folder / SAMPLED if folder else None
+    return json.loads(path.read_text()) if path and path.is_file() else {}
 
 
 def find_checkpoint(run_dir: Path, resume: str) -> Path | None:
@@ -211,7 +223,7 @@ def remove_leftovers(run_dir: Path) -> None:
 def _write_partial(
     partial: Path,
     tensors: "dict[str, TensorSource]",
-    trainer: dict[str, Any],
+    records: "dict[str, dict[str, Any] | None]",
     model_folder: Path,
     max_file_bytes: int,
 ) -> None:
@@ -222,7 +234,9 @@ def _write_partial(
     (partial / OPTIMIZER).mkdir()
     for stem, items in tensors.items():
         write_tensors(items, partial / OPTIMIZER if stem == OPTIMIZER else partial, stem, max_file_bytes)
-    (partial / TRAINER).write_text(json.dumps(trainer))
+    for name, record in records.items():
+        if record:
+            (partial / name).write_text(json.dumps(record))
     paths = [path for path in sorted(partial.rglob("*")) if path.is_file()]
     files = {str(p.relative_to(partial)): {"bytes": p.stat().st_size, "sha256": _sha256(p)} for p in paths}
     (partial / MANIFEST).write_text(json.dumps({"files": files}, indent=1))
@@ -243,7 +257,8 @@ def _publish(partial: Path, final: Path) -> None:
 def _prune(final: Path, keep: int) -> None:
     delete_later(final.parent.parent, _step(final))
     for folder in list_checkpoints(final.parent.parent)[:-keep]:
-        _delete(folder)
+        if not rollout_path(final.parent.parent, _step(folder)).is_file():
+            _delete(folder)
 
 
 def _delete(folder: Path) -> None:

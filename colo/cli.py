@@ -4,7 +4,9 @@ import sys
 from collections.abc import Callable
 
 from colo.commands.bench import bench_command
+from colo.commands.check import check_command
 from colo.commands.launch import eval_command, train_command
+from colo.commands.replay import replay_command
 from colo.commands.show import show_command
 from colo.recipe import recipe_names
 
@@ -12,6 +14,11 @@ COMMANDS: dict[str, tuple[Callable[[list[str]], None], str]] = {
     "train": (train_command, "train a policy: checks the recipe, then becomes torchrun"),
     "eval": (eval_command, "score a model or a checkpoint on held-out prompts, the same way"),
     "show": (show_command, "print every option of a recipe with its value"),
+    "replay": (
+        replay_command,
+        "train again on a rollout that a run saved, without an engine: colo replay RUN_DIR --step N",
+    ),
+    "check": (check_command, "whether what a run says of itself can be trusted; alone it lists the checks"),
     "bench": (bench_command, "measure a part of a step; alone it lists which"),
 }
 USAGE = """\
@@ -34,7 +41,7 @@ def main() -> int:
     """Run one command; a refused recipe is one message on stderr and exit status 2."""
     arguments = sys.argv[1:]
     asks_help = any(argument in ("-h", "--help") for argument in arguments)
-    if not arguments or (asks_help and arguments[0] != "bench"):  # a benchmark has options of its own
+    if not arguments or (asks_help and arguments[0] not in ("bench", "replay")):  # these have options of their own
         commands = "\n".join(f"  {name:<8}{text}" for name, (_, text) in COMMANDS.items())
         sys.stdout.write(USAGE.format(commands=commands, recipes=", ".join(recipe_names())))
         return 0

@@ -23,6 +23,7 @@ from colo.installed import (
 )
 
 ALGORITHMS = ("grpo", "dr_grpo", "rloo")
+SCHEDULES = ("on_policy", "one_off")
 SLEEP_DEPTHS = ("none", "1", "2")
 TRANSPORTS = ("auto", "peer", "gather")
 PROOFS = ("every", "first", "off")
@@ -116,7 +117,16 @@ class RolloutConfig:
     stop: list[str] = field(default_factory=list)
     """Strings that end a completion, beside the model's own end tokens; detokenizes while sampling."""
     save: int = 0
-    """Write rollouts/step-N.jsonl every this many steps; 0 never."""
+    """Write rollouts/step-N.jsonl every this many steps; 0 never. For `colo replay` each such step's checkpoint is
+    saved too, and kept: as much disk as a checkpoint takes, for each saved rollout."""
+    carry_over: bool = False
+    """End a rollout when enough groups are complete; completions under way go on in the next, with newer weights."""
+    carry_over_extra: int = 0
+    """Prompts under way beyond num_prompts, over all replicas: at most num_prompts, divides by the number of replicas;
+    0 is num_prompts with carry_over."""
+    max_carried_updates: int = 4
+    """Optimizer updates that a completion may span with carry_over, at least those of a step; one that would pass it is
+    finished before the rollout ends."""
 
     def __post_init__(self) -> None:
         _at_least("rollout.", self, num_prompts=1, group_size=2, max_new_tokens=1, top_k=0, max_prompt_tokens=1, save=0)
@@ -124,7 +134,19 @@ class RolloutConfig:
         _check("rollout.temperature", self.temperature >= 0.01, "at least 0.01", self.temperature)
         _check("rollout.top_p", 0 < self.top_p <= 1, "in (0, 1]", self.top_p)
         _check("rollout.stop", all(self.stop), "strings that are not empty", self.stop)
+        self._check_carry_over()
         _one_of("rollout.long_prompts", self.long_prompts, ("refuse", "drop"))
+
+    def _check_carry_over(self) -> None:
+        _at_least("rollout.", self, carry_over_extra=0, max_carried_updates=1)
+        extra = self.carry_over_extra
+        if not self.carry_over:
+            _check("rollout.carry_over_extra", extra == 0, "0 without rollout.carry_over", extra)
+            return
+        limit = f"at most rollout.num_prompts {self.num_prompts}"
+        _check("rollout.carry_over_extra", extra <= self.num_prompts, limit, extra)
+        # The engine would look for one in what was sampled since the update alone.
+        _check("rollout.stop", not self.stop, "empty with rollout.carry_over", self.stop)
 
 
 @dataclass(kw_only=True)
@@ -390,6 +412,9 @@ class Config:
     """The dotted path of a function, or a map of dotted path to weight."""
     num_steps: int = MISSING
     """Steps of the whole run, those before a resume included; a step is one rollout and its updates."""
+    schedule: str = "on_policy"
+    """on_policy, or one_off: a step trains on the rollout that was sampled in the step before, with the weights before
+    that step's updates (the first step on its own)."""
     algorithm: str = "grpo"
     """grpo, dr_grpo or rloo; its knobs are under loss."""
     seed: int = 0
@@ -424,6 +449,7 @@ class Config:
         _check("run_dir", bool(self.run_dir), "a folder's path", self.run_dir)
         _check_finite("", dataclasses.asdict(self))
         _one_of("algorithm", self.algorithm, ALGORITHMS)
+        self._check_schedule()
         _check("eval_every", not self.eval_every or bool(self.eval_prompts), "0 without eval_prompts", self.eval_every)
         if isinstance(self.reward, dict):
             weights = self.reward.values()
@@ -442,6 +468,19 @@ class Config:
             )
         if self.model.startswith(TINY):
             _one_of("model", self.model.removeprefix(TINY), TINY_FAMILIES)
+
+    def _check_schedule(self) -> None:
+        _one_of("schedule", self.schedule, SCHEDULES)
+        if not self.rollout.carry_over:
+            return
+        # Each bounds how old weights may be; together they would add up to a bound that no option names.
+        _check("schedule", self.schedule == "on_policy", "on_policy with rollout.carry_over", self.schedule)
+        _check(
+            "rollout.max_carried_updates",
+            self.max_carried_steps >= 1,
+            f"at least update.num_minibatches x update.num_epochs {self.updates_per_step}",
+            self.rollout.max_carried_updates,
+        )
 
     @property
     def reward_weights(self) -> dict[str, float]:
@@ -466,9 +505,24 @@ class Config:
         return 1.0 if self.logprobs_mode == "raw_logprobs" else self.rollout.temperature
 
     @property
+    def updates_per_step(self) -> int:
+        """Optimizer steps of a step."""
+        return self.update.num_minibatches * self.update.num_epochs
+
+    @property
     def num_updates(self) -> int:
         """Optimizer steps of the whole run."""
-        return self.num_steps * self.update.num_minibatches * self.update.num_epochs
+        return self.num_steps * self.updates_per_step
+
+    @property
+    def max_carried_steps(self) -> int:
+        """Over how many steps' updates a group may be carried."""
+        return self.rollout.max_carried_updates // self.updates_per_step
+
+    @property
+    def num_extra_prompts(self) -> int:
+        """With carry-over, prompts under way beyond those that a step trains on, over all replicas."""
+        return self.rollout.carry_over_extra or self.rollout.num_prompts
 
 
 def check_config(config: Config, world_size: int, *, is_training: bool = True) -> None:
@@ -516,6 +570,11 @@ def _check_training(config: Config, world_size: int) -> None:
         raise ValueError(
             f"rollout.num_prompts must be a multiple of the {replicas} engine replicas "
             f"({world_size} ranks / engine.tensor_parallel_size {size}), got {prompts}"
+        )
+    if config.rollout.carry_over_extra % replicas:
+        raise ValueError(
+            f"rollout.carry_over_extra must be a multiple of the {replicas} engine replicas, "
+            f"got {config.rollout.carry_over_extra}"
         )
     if prompts % config.update.num_minibatches:
         raise ValueError(

@@ -67,6 +67,8 @@ class Ranks:
 
     def gather(self, value: T, what: str) -> list[T]:
         """Every rank's value, in rank order. Collective."""
+        if self.world_size == 1:
+            return [value]
         values: list[Any] = [None] * self.world_size
         with self.wait(what):
             dist.all_gather_object(values, value)

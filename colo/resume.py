@@ -42,6 +42,11 @@ def holds_run(run_dir: Path) -> bool:
     return any((run_dir / "checkpoints").glob("step-*")) or (metrics.is_file() and metrics.stat().st_size > 0)
 
 
+def rollout_path(run_dir: Path, step: int) -> Path:
+    """Where the rollout is that a step trained on, if it was saved."""
+    return run_dir / "rollouts" / f"step-{step}.jsonl"
+
+
 def refuse_changed_options(config: Config) -> None:
     """Refuse to go on in a run_dir with other options than its run was started with; a new run has none to keep.
 

@@ -16,6 +16,7 @@ from colo.checkpoint import (
     delete_later,
     find_checkpoint,
     load_checkpoint,
+    load_sampled,
     remove_leftovers,
     save_checkpoint,
 )
@@ -51,6 +52,7 @@ def train(arguments: list[str]) -> None:
     sampler = Sampler(config, ranks, run.prompts, run.rewards, run.tokenizer)
     evaluator = Evaluator(run)
     first_step, means = or_refused(lambda: take_up(checkpoint, config, policy, ranks), ranks)
+    sampler.load_state(load_sampled(checkpoint))
     log = open_metrics_log(config, first_step, ranks, means)
     ranks.from_main(lambda: save_options(config, run.prompts_digest), "writing config.yaml")
 
@@ -71,7 +73,8 @@ def train(arguments: list[str]) -> None:
         log.log(step, metrics | step_times(metrics, started))
         is_stopped = stop.agreed()
         if is_stopped or is_due(step + 1, config):
-            save_checkpoint(config, step + 1, policy, log.state(), ranks, run.model_folder)
+            sampled = sampler.state()
+            save_checkpoint(config, step + 1, policy, log.state(), ranks, run.model_folder, sampled=sampled)
         if is_stopped:
             logger.info("stopped by SIGTERM after %d steps, saved step-%d", step + 1, step + 1)  # rank 0 alone shows it
             break
@@ -118,9 +121,10 @@ def take_up(checkpoint: Path | None, config: Config, policy: Trained, ranks: Ran
 
 
 def is_due(num_done: int, config: Config) -> bool:
-    """Whether to save after `num_done` steps: each checkpoint_every-th, and at the end."""
-    every = config.checkpoint_every
-    return num_done == config.num_steps or (every > 0 and num_done % every == 0)
+    """Whether to save after `num_done` steps: each checkpoint_every-th, before each saved rollout, and at the end."""
+    return num_done == config.num_steps or any(
+        every > 0 and num_done % every == 0 for every in (config.checkpoint_every, config.rollout.save)
+    )
 
 
 def step_times(metrics: dict[str, float], started: float) -> dict[str, float]:

@@ -121,11 +121,28 @@ class Group:
 
 
 @dataclass(kw_only=True)
+class CarriedGroup:
+    """A prompt whose completions are sampled over several rollouts."""
+
+    prompt: Prompt
+    step: int
+    """In which it was first submitted."""
+    slot: int
+    """Its place among the prompts that were new in that step, over all replicas."""
+    first_step: int
+    """In which the first of its tokens was sampled; where it has none, the last in which it was submitted."""
+    completions: list[Completion]
+    """[G] in order of `sample`, as far as they are; one with the finish reason "abort" goes on."""
+
+
+@dataclass(kw_only=True)
 class Rollout:
-    """One rollout phase of one replica, the same on each rank of its tensor-parallel group."""
+    """What a step trains on, of one replica, the same on each rank of its tensor-parallel group."""
 
     groups: list[Group]
     """The replica's groups, in order of `slot`."""
+    first_step: int
+    """The step in which the first of its tokens was sampled, over all replicas."""
     metrics: dict[str, float] = field(default_factory=dict)
     """Reduced over all ranks: equal everywhere."""
 

@@ -18,9 +18,17 @@ from torch import Tensor
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from colo.checkpoint import find_checkpoint, find_damage, list_checkpoints, load_checkpoint, save_checkpoint
+from colo.checkpoint import (
+    find_checkpoint,
+    find_damage,
+    list_checkpoints,
+    load_checkpoint,
+    load_sampled,
+    save_checkpoint,
+)
 from colo.config import Config
 from colo.ranks import Ranks
+from colo.resume import rollout_path
 from colo.train import checkpoint_to_resume, take_up
 from tests.ranks import run_ranks
 
@@ -202,6 +210,31 @@ def test_never_refuses_a_folder_that_holds_a_run(tmp_path: Path) -> None:
     assert find_checkpoint(tmp_path, "auto") is None, "a run killed before its first checkpoint starts anew"
     with pytest.raises(ValueError, match="run_dir must be a folder without a run where resume=never, got '/"):
         find_checkpoint(tmp_path, "never")
+
+
+def _save_beside_rollouts(ranks: Ranks, run_dir: Path, model_folder: Path) -> list[dict[str, Any]]:
+    sampled = {"pending": [{"logprobs": [-0.1 - 0.2, -1e-310]}]}
+    for step, kept in ((2, {}), (3, sampled), (4, {}), (5, sampled)):
+        folder = save_checkpoint(
+            _config(run_dir, keep=1), step, Weights(ranks, _tensors()), {}, ranks, model_folder, sampled=kept
+        )
+        if ranks.is_main:
+            rollout_path(run_dir, 3).parent.mkdir(exist_ok=True)
+            rollout_path(run_dir, 3).touch()
+    return [load_sampled(folder), sampled]
+
+
+def test_a_checkpoint_whose_rollout_is_on_disk_is_kept_and_what_is_sampled_is_under_the_manifest(
+    tmp_path: Path, tiny_models: dict[str, Path]
+) -> None:
+    assert load_sampled(None) == {}
+    for loaded, sampled in run_ranks(_save_beside_rollouts, tmp_path, tiny_models["qwen3"]):
+        assert loaded == sampled
+    folders = list_checkpoints(tmp_path)
+    assert [folder.name for folder in folders] == ["step-3", "step-5"]
+    assert [(folder / "sampled.json").is_file() for folder in folders] == [True, True]
+    (folders[1] / "sampled.json").write_text("{}")
+    assert find_damage(folders[1]) == "sampled.json has 2 bytes, not 60"
 
 
 def _kill_main_in_a_save(ranks: Ranks, run_dir: Path, model_folder: Path) -> None:

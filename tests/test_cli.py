@@ -80,4 +80,4 @@ def test_colo_alone_and_help_list_the_commands() -> None:
         assert word in alone.stdout
     unknown = _colo("trian")
     assert (unknown.returncode, unknown.stdout) == (2, "")
-    assert unknown.stderr == "colo: the command must be one of train, eval, show, got 'trian'\n"
+    assert unknown.stderr == "colo: the command must be one of train, eval, show, replay, check, bench, got 'trian'\n"

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 
-from colo.config import Config, EngineConfig, check_config
+from colo.config import CORRECTIONS, Config, EngineConfig, check_config
 from colo.installed import ENGINE_ARGS, SPECULATIVE_CONFIG, known_choices, known_options
 from colo.ranks import Ranks
 from colo.recipe import RECIPES, config_hash, load_config, recipe_names, to_yaml
@@ -58,6 +58,7 @@ def test_the_resolved_config_is_a_recipe_that_gives_the_same_config(tmp_path: Pa
             "reward={a.b: 0.25}",
             "engine.vllm.a={b: [1, null]}",
             "reload.proof=off",
+            "loss.correction=off",
         ]
     )
     assert config.rollout.stop == ["${x}", ": #"]
@@ -108,6 +109,22 @@ def _first_line(arguments: list[str]) -> str:
         ("scoring.timeout_reward=nan", "scoring.timeout_reward must be a finite number, got nan"),
         ("reward={a.b: inf}", "reward.a.b must be a finite number, got inf"),
         ("loss.kl_coef=inf", "loss.kl_coef must be a finite number, got inf"),
+        ("loss.importance_cap=2", "loss.importance_cap is not an option, got 2"),
+        ("loss.correction=tis", f"loss.correction must be one of {', '.join(CORRECTIONS)}, got 'tis'"),
+        ("loss.correction_high=0.9", "loss.correction_high must be at least 1, got 0.9"),
+        (
+            "loss.correction_low=0.5",
+            "loss.correction_low must be 0 with loss.correction=token_truncate, which masks nothing, got 0.5",
+        ),
+        ("loss={correction: token_mask, correction_low: 1.5}", "loss.correction_low must be in [0, 1], got 1.5"),
+        (
+            "loss={correction: geometric_mask, correction_low: 1, correction_high: 1}",
+            "loss.correction_low must be below loss.correction_high 1.0, got 1.0",
+        ),
+        ("gap.warn=-1", "gap.warn must be at least 0, got -1.0"),
+        ("gap.stop=nan", "gap.stop must be at least 0, got nan"),
+        ("gap.window=1", "gap.window must be at least 2, got 1"),
+        ("gap.warn_growth=0.5", "gap.warn_growth must be 0 or above 1, got 0.5"),
         ("rollout.temperature=0.005", "rollout.temperature must be at least 0.01, got 0.005"),
         ("seed=2147483648", "seed must be at most 2147483647, got 2147483648"),
         ("ranks.timeout_s=1e15", "ranks.timeout_s must be above 0 and at most 100000000, got 1000000000000000.0"),

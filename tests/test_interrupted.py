@@ -11,10 +11,14 @@ import pytest
 
 from colo.checkpoint import find_damage, list_checkpoints
 from tests.launch import ENDLESS, FAST, WHOLE, Launch, launch_ranks, numbers, read_rows, train
+from tests.models import stops_often
 
 KIB = 1024
 SEVERAL = ["update.num_minibatches=2", "update.num_epochs=2", "loss.kl_coef=0.1"]
 """Four optimizer steps a rollout, and a reference beside the policy."""
+ONE_OFF = ["schedule=one_off"]
+CARRY_OVER = ["rollout.carry_over=true", "rollout.max_new_tokens=40", "engine.vllm.max_model_len=96"]
+"""Rollouts that a kill finds sampled, wholly or in part, and not trained on."""
 MANY = [*FAST, "num_steps=24", "checkpoint_every=1"]
 """A run in which a kill often falls into a save."""
 
@@ -32,6 +36,9 @@ def _assert_same_end(run_dir: Path, whole: Path, step: int) -> None:
     for name in ("model.safetensors", "optimizer/optimizer.safetensors", "trainer.json"):
         checkpoint = f"checkpoints/step-{step}/{name}"
         assert (run_dir / checkpoint).read_bytes() == (whole / checkpoint).read_bytes()
+    sampled = [run / f"checkpoints/step-{step}/sampled.json" for run in (run_dir, whole)]
+    assert sampled[0].is_file() == sampled[1].is_file()
+    assert not sampled[0].is_file() or sampled[0].read_bytes() == sampled[1].read_bytes()
 
 
 def _all_gone(processes: list[psutil.Process]) -> bool:
@@ -68,11 +75,17 @@ def _is_held_in_a_save(launch: Launch) -> bool:
     return False
 
 
-@pytest.mark.parametrize("more", [[], pytest.param(SEVERAL, marks=pytest.mark.slow)], ids=["one_update", "several"])
+@pytest.mark.parametrize(
+    "more",
+    [[], *(pytest.param(more, marks=pytest.mark.slow) for more in (SEVERAL, ONE_OFF, CARRY_OVER))],
+    ids=["one_update", "several", "one_off", "carry_over"],
+)
 def test_stopped_by_sigkill_and_started_again_gives_the_same_numbers(
-    tmp_path: Path, whole_run: Path, more: list[str]
+    tmp_path: Path, whole_run: Path, tiny_models: dict[str, Path], more: list[str]
 ) -> None:
     arguments = [*WHOLE, *more]
+    if more == CARRY_OVER:
+        arguments.append(f"model={stops_often(tiny_models['qwen3'], tmp_path / 'model')}")
     whole, cut = whole_run, tmp_path / "cut"
     if more:
         whole = tmp_path / "whole"
@@ -82,6 +95,8 @@ def test_stopped_by_sigkill_and_started_again_gives_the_same_numbers(
     launch.wait_for_step(4)
     launch.kill()
     assert len(read_rows(cut)) < 8, "the kill came too late to cut anything"
+    holds_sampled = [(folder / "sampled.json").is_file() for folder in list_checkpoints(cut)]
+    assert holds_sampled == [more in (ONE_OFF, CARRY_OVER)] * len(holds_sampled)
     with (cut / "metrics.jsonl").open("a") as file:
         file.write('{"step": 99, "rewa')  # a line torn by the kill
     train(cut, *arguments)
@@ -89,6 +104,8 @@ def test_stopped_by_sigkill_and_started_again_gives_the_same_numbers(
         name = f"rollouts/step-{step}.jsonl"
         assert (cut / name).read_bytes() == (whole / name).read_bytes()
     _assert_same_end(cut, whole, 8)
+    if more == CARRY_OVER:
+        assert min(row["rollout/carried_tokens"] for row in read_rows(cut)[1:]) > 0, "each save found parts"
 
 
 @pytest.mark.slow

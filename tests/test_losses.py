@@ -21,6 +21,7 @@ def one_token_rows(old: list[float], engine: list[float], advantages: list[float
         token_ids_BT=torch.ones(len(old), 2, dtype=torch.int64),
         loss_mask_BT=mask_BT,
         engine_logprobs_BT=engine_BT,
+        ages_BT=torch.zeros(len(old), 2, dtype=torch.int32),
         advantages_B=torch.tensor(advantages),
     )
     return old_BT, batch
@@ -46,22 +47,43 @@ def test_ratio_clip_and_gradient_worked_by_hand() -> None:
     assert {name: value.item() for name, value in sums.items()} == {
         "num_clipped_low": 3,
         "num_clipped_high": 2,
-        "num_importance_capped": 0,
+        "num_capped": 0,
     }
 
 
-def test_importance_weights_are_truncated_and_carry_no_gradient() -> None:
-    # old / engine probability: 4 (cut to 2), 1.5, 0.25; the policy is the old one, so the gradient is -w * A
+@pytest.mark.parametrize(
+    ("loss", "weights", "num"),
+    [
+        (LossConfig(correction_high=2.0), [2.0, 1.5, 0.25], {"num_capped": 1}),
+        (LossConfig(correction="off"), [1.0, 1.0, 1.0], {}),
+        (
+            LossConfig(correction="token_mask", correction_low=0.5, correction_high=5.0),
+            [4.0, 1.5, 0.0],
+            {"num_masked": 1, "num_masked_sequences": 1},
+        ),
+    ],
+)
+def test_the_correction_weighs_the_gradient_and_carries_none(
+    loss: LossConfig, weights: list[float], num: dict[str, int]
+) -> None:
+    # old / engine probability: 4, 1.5, 0.25; the policy is the old one, so the gradient is -w * A
     old_BT, batch = one_token_rows([-1.0] * 3, [-1.0 - math.log(w) for w in (4.0, 1.5, 0.25)], [1.0, 1.0, -2.0])
-    for cap, weights, num_capped in ((2.0, [2.0, 1.5, 0.25], 1), (0.0, [1.0, 1.0, 1.0], 0)):
-        policy_BT = policy_logprobs([-1.0] * 3)
-        total, sums = clipped_loss(policy_BT, old_BT, batch, LossConfig(importance_cap=cap), None)
-        total.backward()
-        assert policy_BT.grad is not None
-        expected = [-weights[0], -weights[1], 2.0 * weights[2]]
-        torch.testing.assert_close(policy_BT.grad[:, 1], torch.tensor(expected))
-        assert total.item() == pytest.approx(sum(expected))
-        assert sums["num_importance_capped"].item() == num_capped
+    policy_BT = policy_logprobs([-1.0] * 3)
+    total, sums = clipped_loss(policy_BT, old_BT, batch, loss, None)
+    total.backward()
+    assert policy_BT.grad is not None
+    expected = [-weights[0], -weights[1], 2.0 * weights[2]]
+    torch.testing.assert_close(policy_BT.grad[:, 1], torch.tensor(expected))
+    assert total.item() == pytest.approx(sum(expected))
+    assert {name: value.item() for name, value in sums.items() if not name.startswith("num_clipped")} == num
+
+
+def test_a_masked_token_keeps_its_kl_penalty() -> None:
+    old_BT, batch = one_token_rows([-1.0], [-9.0], [1.0])  # ratio exp(8)
+    loss = LossConfig(correction="token_mask", correction_high=2.0, kl_coef=0.1)
+    policy_BT = policy_logprobs([-1.0])
+    total, _ = clipped_loss(policy_BT, old_BT, batch, loss, torch.tensor([[math.nan, -0.5]]))
+    assert total.item() == pytest.approx(0.1 * (math.exp(0.5) - 1.5))
 
 
 def test_kl_to_the_reference_is_k3() -> None:
@@ -80,7 +102,8 @@ def test_kl_to_the_reference_is_k3() -> None:
         clipped_loss(policy_BT, old_BT, batch, LossConfig(kl_coef=0.1), None)
 
 
-def test_nothing_off_the_mask_reaches_loss_or_gradient() -> None:
+@pytest.mark.parametrize("correction", config.CORRECTIONS)
+def test_nothing_off_the_mask_reaches_loss_or_gradient(correction: str) -> None:
     generator = torch.Generator().manual_seed(0)
     mask_BT = torch.rand(3, 6, generator=generator) < 0.5
     values = torch.randn(4, 3, 6, generator=generator)
@@ -93,9 +116,10 @@ def test_nothing_off_the_mask_reaches_loss_or_gradient() -> None:
             token_ids_BT=torch.zeros(3, 6, dtype=torch.int64),
             loss_mask_BT=mask_BT,
             engine_logprobs_BT=engine_BT,
+            ages_BT=torch.zeros(3, 6, dtype=torch.int32),
             advantages_B=advantages_B,
         )
-        total, _ = clipped_loss(policy_BT, old_BT, batch, LossConfig(kl_coef=0.1), reference_BT)
+        total, _ = clipped_loss(policy_BT, old_BT, batch, LossConfig(correction=correction, kl_coef=0.1), reference_BT)
         total.backward()
         assert policy_BT.grad is not None
         return total.detach(), policy_BT.grad
@@ -108,19 +132,22 @@ def test_nothing_off_the_mask_reaches_loss_or_gradient() -> None:
         assert torch.equal(gradient_BT, clean_gradient_BT)
 
 
-def test_a_sum_over_micro_batches_is_the_sum_over_all() -> None:
+@pytest.mark.parametrize("correction", config.CORRECTIONS)
+def test_a_sum_over_micro_batches_is_the_sum_over_all(correction: str) -> None:
+    loss = LossConfig(correction=correction, correction_high=1.05)
     old_BT, batch = one_token_rows([-1.0, -2.0, -0.3], [-1.1, -1.8, -0.3], [1.0, -1.0, 0.4])
     policy_BT = policy_logprobs([-0.9, -2.4, -0.1])
-    whole, _ = clipped_loss(policy_BT, old_BT, batch, LossConfig(), None)
+    whole, _ = clipped_loss(policy_BT, old_BT, batch, loss, None)
     parts = torch.zeros(())
     for rows in (slice(0, 1), slice(1, 3)):
         part = MicroBatch(
             token_ids_BT=batch.token_ids_BT[rows],
             loss_mask_BT=batch.loss_mask_BT[rows],
             engine_logprobs_BT=batch.engine_logprobs_BT[rows],
+            ages_BT=batch.ages_BT[rows],
             advantages_B=batch.advantages_B[rows],
         )
-        parts = parts + clipped_loss(policy_BT[rows], old_BT[rows], part, LossConfig(), None)[0]
+        parts = parts + clipped_loss(policy_BT[rows], old_BT[rows], part, loss, None)[0]
     torch.testing.assert_close(parts, whole)
 
 

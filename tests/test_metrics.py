@@ -6,17 +6,18 @@ from pathlib import Path
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from colo.config import Config
-from colo.metrics import MetricsLog, NoMetricsLog, read_metrics
+from colo.config import Config, GapConfig
+from colo.metrics import GAP_HISTORY, MetricsLog, NoMetricsLog, read_metrics
 from colo.recipe import load_config
 
 
 def _config(num_steps: int = 6) -> Config:
-    return Config(model="m", run_dir="r", prompts="p", reward="a.b", num_steps=num_steps)
+    gap = GapConfig(window=4, warn_growth=1.5)
+    return Config(model="m", run_dir="r", prompts="p", reward="a.b", num_steps=num_steps, gap=gap)
 
 
 def _row(step: int) -> dict[str, float]:
-    return {"reward/mean": step / 3, "loss": -1.0 / (step + 1)}
+    return {"reward/mean": step / 3, "loss": -1.0 / (step + 1), "gap/mean_abs": 0.1 / (7 - step)}
 
 
 def _scalars(run_dir: Path, name: str) -> list[tuple[int, float]]:
@@ -53,6 +54,7 @@ def test_a_resumed_log_equals_one_that_never_stopped(tmp_path: Path) -> None:
     log.close()
     assert (cut / "metrics.jsonl").read_bytes() == (whole / "metrics.jsonl").read_bytes()
     assert _scalars(cut, "loss") == _scalars(whole, "loss")
+    assert [row["step"] for row in read_metrics(cut / "metrics.jsonl") if "gap/trend" in row] == [3, 4, 5]
     assert [step for step, _ in _scalars(cut, "loss")] == list(range(6))
 
 
@@ -66,8 +68,22 @@ def test_each_step_is_on_disk_with_its_exact_numbers_and_running_means(tmp_path:
         {"step": 0, "reward/mean": 1.0, "loss": 0.1 + 0.2, "reward/running_mean": 1.0},
         {"step": 1, "reward/mean": 0.0, "reward/running_mean": 0.9},
     ]
-    assert log.state() == {"reward/running_mean": 0.9}
+    assert log.state() == {"reward/running_mean": 0.9, GAP_HISTORY: []}
     log.close()
+
+
+def test_a_gap_that_grows_is_warned_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    log = MetricsLog(tmp_path, _config(), 0, {})
+    for step, mean_abs in enumerate([1.0, 1.0, 1.0, 2.0, 3.0]):
+        log.log(step, {"gap/mean_abs": mean_abs})
+    log.log(5, {"eval/reward": 1.0})  # nothing trained: no gap, and no step of the trend
+    log.close()
+    trends = [row.get("gap/trend") for row in read_metrics(tmp_path / "metrics.jsonl")]
+    assert trends == [None, None, None, 1.5, 2.5, None]
+    assert [record.getMessage() for record in caplog.records] == [
+        "step 4: the gap grows, as it does with stale weights: gap/trend 2.5 is above gap.warn_growth=1.5"
+    ]
+    assert log.state() == {GAP_HISTORY: [1.0, 1.0, 2.0, 3.0]}
 
 
 def test_the_bar_shows_the_numbers_that_matter_and_where_a_resumed_run_is(

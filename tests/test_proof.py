@@ -29,6 +29,8 @@ OUTPUT = "model.layers.1.self_attn.o_proj.weight"
 EMBEDDING = "model.embed_tokens.weight"
 UP = "model.layers.0.mlp.up_proj.weight"
 SCALE = "model.layers.0.self_attn.attn._k_scale"
+CACHE = "model.layers.0.self_attn.rotary_emb.cos_sin_cache"
+REPAIRED = ["READY(repaired)", []]
 OTHERS = "the engine does not hold what the policy handed over: "
 
 
@@ -72,7 +74,7 @@ class Bench:
         return differing(self.engine, held)
 
     def fail(self, weights: NamedTensors) -> dict[str, Any]:
-        """A reload that is expected to raise, what it left, and the next one, of the policy as it is."""
+        """A reload that is expected to raise, and what it left."""
         with pytest.raises((RuntimeError, ValueError, OSError)) as raised:
             self.engine.reload(weights, "bad")
         return {
@@ -83,6 +85,7 @@ class Bench:
         }
 
     def repair(self) -> list[Any]:
+        """The next whole reload: the state that it leads to, and what is wrong after it."""
         self.engine.reload(self.policy.weights(), "repaired")
         return [str(self.engine.state), self.wrong(self.handed())]
 
@@ -102,6 +105,7 @@ class Bench:
             delattr(owner, method)
 
     def failed_after(self, owner: Any, method: str, plant: Callable[[], None]) -> dict[str, Any]:
+        """A reload with a plant, and the next one without."""
         with self.after(owner, method, plant):
             saw = self.fail(self.policy.weights())
         return saw | {"repaired": self.repair()}
@@ -123,7 +127,7 @@ def _engine_faults(bench: Bench) -> dict[str, Any]:
     saw = {"flipped bit": bench.failed_after(replay, "copy", flip)}
     saw["swapped rows"] = bench.failed_after(bench.reloader._replay, "copy", swap)
     saw["padding"] = bench.failed_after(bench.reloader, "_fill", pad)
-    for name in (SCALE, next(name for name in tensors if name.endswith("cos_sin_cache"))):
+    for name in (SCALE, CACHE):
         before = tensors[name].clone()
         if bench.is_planted:
             tensors[name].mul_(2)
@@ -241,7 +245,7 @@ def _moved(bench: Bench) -> list[Any]:
 def _faults(ranks: Ranks, folder: Path) -> dict[str, Any]:
     bench = Bench(ranks, folder)
     saw: dict[str, Any] = {"engine": _engine_faults(bench)}
-    saw["stale"], saw["snapshot"] = _stale_pointer(bench), _snapshot(bench)
+    saw["policy"] = {"stale": _stale_pointer(bench), "snapshot": _snapshot(bench)}
     saw["failing"], saw["tensors"], saw["moved"] = _failing_ranks(bench), _wrong_tensors(bench), _moved(bench)
     saw["modes"] = _proof_modes(bench)
     bench.engine.close()
@@ -254,7 +258,79 @@ def faults(tiny_models: dict[str, Path]) -> list[dict[str, Any]]:
     return run_ranks(_faults, tiny_models["llama"])
 
 
-def test_x(faults):
-    import pprint
-    pprint.pprint(faults, width=200)
-    assert 0
+def _check(faults: list[dict[str, Any]], area: str, fault: str, said: list[str], kind: list[str]) -> None:
+    """What each rank said, and that it was STALE, did not generate, and was right after the next whole reload."""
+    for rank, saw in enumerate(rank[area][fault] for rank in faults):
+        assert (saw["kind"], saw["said"]) == (kind[rank], said[rank])
+        assert saw["state"] == "STALE(a reload did not finish)"
+        assert saw["generate"].startswith("engine is STALE(a reload did not finish): generate is refused")
+        assert saw.get("repaired", REPAIRED) == REPAIRED
+
+
+@pytest.mark.parametrize(
+    ("area", "fault", "region"),
+    [
+        ("engine", "flipped bit", f"{OUTPUT} (from {OUTPUT})"),
+        ("engine", "swapped rows", f"{EMBEDDING} (from {EMBEDDING})"),
+        ("engine", "padding", f"{EMBEDDING} (filled with 0)"),
+        ("engine", SCALE, f"{SCALE} (kept)"),
+        ("engine", CACHE, f"{CACHE} (kept)"),
+        ("policy", "snapshot", f"model.layers.0.mlp.gate_up_proj.weight (from {UP})"),
+    ],
+)
+def test_what_is_wrong_in_one_engine_is_named_on_every_rank(
+    faults: list[dict[str, Any]], area: str, fault: str, region: str
+) -> None:
+    told = f"proving the reload failed on rank 1: RuntimeError: {OTHERS}{region}"
+    _check(faults, area, fault, [told, OTHERS + region], ["RuntimeError"] * 2)
+
+
+def test_a_stale_pointer_is_found_by_each_engine_that_read_through_it(faults: list[dict[str, Any]]) -> None:
+    _check(faults, "policy", "stale", [f"{OTHERS}{OUTPUT} (from {OUTPUT})"] * 2, ["RuntimeError"] * 2)
+
+
+def test_what_no_reload_brings_stays_wrong_until_it_is_put_back(faults: list[dict[str, Any]]) -> None:
+    for name in (SCALE, CACHE):
+        assert faults[1]["engine"][name]["again"] == f"{OTHERS}{name} (kept)"
+
+
+def test_tensors_in_new_storages_are_found_on_every_rank(faults: list[dict[str, Any]]) -> None:
+    assert [rank["moved"] for rank in faults] == [["READY(moved)", [], REPAIRED]] * 2
+
+
+@pytest.mark.parametrize(("fault", "what"), [("copy", "reload"), ("weights", "taking the policy's tensors")])
+def test_a_rank_that_raises_makes_every_rank_raise_and_name_it(
+    faults: list[dict[str, Any]], fault: str, what: str
+) -> None:
+    said = [f"{what} failed on rank 1: OSError: planted", "planted"]
+    _check(faults, "failing", fault, said, ["RuntimeError", "OSError"])
+
+
+@pytest.mark.parametrize(
+    ("fault", "got"),
+    [
+        ("missing", f"no {UP}, no {OUTPUT}"),
+        ("unknown", "model.extra, which is none of them"),
+        ("shape", "model.norm.weight [65] float32 instead of [64] float32"),
+        ("dtype", "model.norm.weight [64] float16 instead of [64] float32"),
+    ],
+)
+@pytest.mark.parametrize("where", ["", " on rank 1"])
+def test_tensors_that_the_engine_was_not_built_for_are_named_on_every_rank(
+    faults: list[dict[str, Any]], fault: str, got: str, where: str
+) -> None:
+    said = f"weights must be the tensors that the engine was built for, got {got}"
+    _check(faults, "tensors", fault + where, [said] * 2, ["ValueError"] * 2)
+
+
+def test_another_order_on_one_rank_is_refused_on_every_rank(faults: list[dict[str, Any]]) -> None:
+    said = (
+        "names of the policy's tensors must be the same in one order on every rank, got model.embed_tokens.weight on "
+        "rank 0 and lm_head.weight on rank 1 (21 and 21 names)"
+    )
+    _check(faults, "tensors", "order on rank 1", [said] * 2, ["ValueError"] * 2)
+
+
+def test_a_proof_looks_as_often_as_the_recipe_says(faults: list[dict[str, Any]]) -> None:
+    for rank in faults:
+        assert rank["modes"] == ["READY(unseen)", "STALE(a reload did not finish)", "READY(unseen)"]

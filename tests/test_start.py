@@ -9,11 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
 from colo.config import Config, ScoringConfig
 from colo.engine.engine import Engine
+from colo.policy.shard import stand_ins
 from colo.ranks import Ranks
 from colo.recipe import load_config
 from colo.resume import refuse_changed_options, refuse_changed_prompts, refuse_other_tiny_model, save_options
@@ -106,6 +108,8 @@ def test_options_that_leave_the_run_the_same_may_change(tmp_path: Path) -> None:
         "reload.transport=gather",
         "reload.proof=off",
         "reload.bucket_mib=1",
+        "gap.stop=1",
+        "gap.window=7",
         "batch.max_tokens=7",
         "policy.gradient_checkpointing=true",
         "policy.logprob_chunk_tokens=9",
@@ -114,8 +118,8 @@ def test_options_that_leave_the_run_the_same_may_change(tmp_path: Path) -> None:
     ]
     refuse_changed_options(_config(tmp_path, *changed))
     lines = path.read_text().splitlines(keepends=True)
-    path.write_text("".join(line for line in lines if "importance_cap" not in line))
-    refuse_changed_options(_config(tmp_path, "loss.importance_cap=5"))  # an option that the run did not know
+    path.write_text("".join(line for line in lines if "correction_high" not in line))
+    refuse_changed_options(_config(tmp_path, "loss.correction_high=5"))  # an option that the run did not know
 
 
 def test_num_steps_may_change_only_where_the_learning_rates_do_not_follow_from_it(tmp_path: Path) -> None:
@@ -261,17 +265,15 @@ def _score_and_build(ranks: Ranks, folder: Path, run_dir: Path) -> dict[str, Any
     with Rewards({"colo.rl.tasks.letters_reward": 1.0}, ScoringConfig()) as rewards:
         scorer = Scorer(ranks, rewards, AutoTokenizer.from_pretrained(folder))
         scorer.score([Group(slot=0, prompt=prompt, completions=completions)], "step 4: scoring")
-    return {
-        "progress": ranks._read("progress/0"),
-        "timings": Engine(_config(run_dir), ranks, folder).take_timings(),
-    }
+    engine = Engine(_config(run_dir), ranks, folder, stand_ins(folder, torch.float32))
+    return {"progress": ranks._read("progress/0"), "metrics": engine.take_metrics()}
 
 
 def test_scoring_says_how_far_it_is_and_the_sleep_after_the_build_is_in_no_steps_times(
     tmp_path: Path, tiny_models: dict[str, Path]
 ) -> None:
     (saw,) = run_ranks(_score_and_build, tiny_models["qwen3"], tmp_path, world_size=1)
-    assert saw == {"progress": "step 4: scoring, 1 of 3 done", "timings": {}}
+    assert saw == {"progress": "step 4: scoring, 1 of 3 done", "metrics": {}}
 
 
 def test_prompts_that_differ_between_ranks_are_refused(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """The update: the same step however it is cut up, and what stops it."""
 
+import logging
 import math
 import shutil
 from collections.abc import Mapping
@@ -12,7 +13,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from colo.config import UpdateConfig
+from colo.config import GapConfig, UpdateConfig
 from colo.policy.model import Policy
 from colo.policy.optimizer import learning_rate
 from colo.ranks import Ranks
@@ -23,6 +24,14 @@ from tests.rollouts import as_batch, made_up_rows, policy_config
 NUM_ROWS = 7
 ON_RANK_0 = 0
 """Instead of rows per micro-batch: rank 0 has every row, each alone, and the others have none."""
+CORRECTED = {
+    "off": {},
+    "token_mask": {"correction_low": 0.5, "correction_high": 2.0},
+    "sequence_truncate": {"correction_high": 1.2},
+    "sequence_mask": {"correction_low": 0.5, "correction_high": 3.0},
+    "geometric_mask": {"correction_low": 0.8, "correction_high": 1.25},
+}
+"""Corrections beside the default, with limits that some completions of these rows meet and some do not."""
 Result = tuple[dict[str, Tensor], list[dict[str, float]]]
 """Weights after the last update, and each update's metrics."""
 
@@ -74,6 +83,7 @@ def _updates_of_every_kind(ranks: Ranks, folders: dict[str, Path]) -> dict[str, 
         ("chunked", {"logprob_chunk_tokens": 5}, {}, {}),
         ("bfloat16", {"compute_dtype": "bfloat16"}, decay, {}),
         ("kl", {}, {}, {"kl_coef": 0.5}),
+        *((name, {}, {}, {"correction": name, **limits}) for name, limits in CORRECTED.items()),
     ):
         batches = [batch] if update else [batch, batch]
         results[name] = _updated(ranks, folder, batches, policy=policy, update=update, loss=loss)
@@ -160,7 +170,7 @@ def test_saving_memory_does_not_change_the_step(
         _assert_same(results[kind], on_one["qwen3/3"])
 
 
-@pytest.mark.parametrize("kind", ["kl", "several", "nothing"])
+@pytest.mark.parametrize("kind", ["kl", "several", "nothing", *CORRECTED])
 def test_ranks_do_not_change_other_kinds_of_steps(
     kind: str, on_one: dict[str, Result], on_two: list[dict[str, Result]]
 ) -> None:
@@ -179,13 +189,15 @@ def test_every_rank_returns_the_same_metrics_and_they_repeat_bit_for_bit(on_two:
 def test_metrics_say_what_was_measured(tiny_models: dict[str, Path], on_one: dict[str, Result]) -> None:
     rows = made_up_rows(NUM_ROWS)
     model = AutoModelForCausalLM.from_pretrained(tiny_models["qwen3"]).eval()
-    gaps, entropies = [], []
+    gaps, entropies, gaps_by_row = [], [], {}
     for row in rows:
         with torch.no_grad():
             logprobs_BTV = model(row.token_ids_BT).logits[:, :-1].log_softmax(dim=-1)
         mask_BT = row.loss_mask_BT[:, 1:]
         logprobs_BT = logprobs_BTV.gather(-1, row.token_ids_BT[:, 1:, None]).squeeze(-1)
-        gaps += (logprobs_BT - row.engine_logprobs_BT[:, 1:])[mask_BT].tolist()
+        gaps_of_row = (logprobs_BT - row.engine_logprobs_BT[:, 1:])[mask_BT].tolist()
+        gaps_by_row.setdefault(int(row.ages_BT.max()), []).append(gaps_of_row)
+        gaps += gaps_of_row
         entropies += (-(logprobs_BTV.exp() * logprobs_BTV).sum(dim=-1))[mask_BT].tolist()
     num_tokens = len(gaps)
     first, second = on_one["qwen3/3"][1]
@@ -195,11 +207,57 @@ def test_metrics_say_what_was_measured(tiny_models: dict[str, Path], on_one: dic
         assert metrics["gap/max_abs"] == pytest.approx(max(map(abs, gaps)), abs=1e-5)
         assert metrics["entropy/mean"] == pytest.approx(sum(entropies) / num_tokens, abs=1e-5)
         assert metrics["tokens/trained"] == num_tokens
-    assert first["importance/capped_share"] == pytest.approx(sum(math.exp(gap) > 2 for gap in gaps) / num_tokens)
-    assert first["importance/capped_share"] > 0
+    assert first["correction/capped_share"] == pytest.approx(sum(math.exp(gap) > 2 for gap in gaps) / num_tokens)
+    assert first["correction/capped_share"] > 0
+    assert gaps_by_row.keys() == {0, 1}, "rows of two ages are part of this test"
+    for age, of_age in gaps_by_row.items():
+        of_tokens = [gap for row in of_age for gap in row]
+        assert first[f"gap/age_{age}/mean_abs"] == pytest.approx(sum(map(abs, of_tokens)) / len(of_tokens), abs=1e-5)
+        assert first[f"gap/age_{age}/num_tokens"] == len(of_tokens)
     assert (first["clip/low_share"], first["clip/high_share"]) == (0, 0), "one optimizer step has ratio 1"
     assert (first["version"], second["version"], first["lr"]) == (1, 2, 1e-2)
     assert second["gap/mean_abs"] > first["gap/mean_abs"], "the policy moved away from the engine's old weights"
+
+
+def test_every_correction_says_what_it_capped_or_masked_and_changes_the_step(
+    tiny_models: dict[str, Path], on_one: dict[str, Result]
+) -> None:
+    model = AutoModelForCausalLM.from_pretrained(tiny_models["qwen3"]).eval()
+    gaps = []
+    for row in made_up_rows(NUM_ROWS):
+        with torch.no_grad():
+            logprobs_BTV = model(row.token_ids_BT).logits[:, :-1].log_softmax(dim=-1)
+        logprobs_BT = logprobs_BTV.gather(-1, row.token_ids_BT[:, 1:, None]).squeeze(-1)
+        gaps.append((logprobs_BT - row.engine_logprobs_BT[:, 1:])[row.loss_mask_BT[:, 1:]])
+    num_tokens = sum(len(gap) for gap in gaps)
+    products, means = [gap.sum().exp().item() for gap in gaps], [gap.mean().exp().item() for gap in gaps]
+    tokens = torch.cat(gaps).exp()
+
+    def sequences(kept: list[bool]) -> dict[str, float]:
+        lost = [len(gap) for gap, is_kept in zip(gaps, kept, strict=True) if not is_kept]
+        assert 0 < len(lost) < NUM_ROWS
+        return {
+            "correction/masked_share": sum(lost) / num_tokens,
+            "correction/masked_sequences_share": len(lost) / NUM_ROWS,
+        }
+
+    masked = (tokens < 0.5) | (tokens > 2)
+    whole = sum(bool(((gap.exp() < 0.5) | (gap.exp() > 2)).all()) for gap in gaps)
+    capped = [len(gap) for gap, product in zip(gaps, products, strict=True) if product > 1.2]
+    expected = {
+        "off": {},
+        "token_mask": {
+            "correction/masked_share": int(masked.sum()) / num_tokens,
+            "correction/masked_sequences_share": whole / NUM_ROWS,
+        },
+        "sequence_truncate": {"correction/capped_share": sum(capped) / num_tokens},
+        "sequence_mask": sequences([0.5 <= product <= 3 for product in products]),
+        "geometric_mask": sequences([0.8 <= mean <= 1.25 for mean in means]),
+    }
+    for name, shares in expected.items():
+        weights, (first, _) = on_one[name]
+        assert {key: value for key, value in first.items() if key.startswith("correction/")} == pytest.approx(shares)
+        assert _farthest(weights, on_one["qwen3/3"][0]) > 1e-4
 
 
 def test_several_steps_clip_and_the_reference_stays(on_one: dict[str, Result]) -> None:
@@ -274,6 +332,51 @@ def test_a_loss_that_is_not_finite_stops_every_rank_before_the_step(tiny_models:
     for errors, farthest in run_ranks(_with_a_nan, tiny_models["qwen3"]):
         assert errors == ["optimizer update 1: loss must be finite, got nan on rank 1"] * 2
         assert farthest == 0
+
+
+def _with_a_gap(ranks: Ranks, folder: Path, stop: float) -> list[tuple[str, float, int]]:
+    results = []
+    rows = _share(ranks, made_up_rows(4), 1)
+    for update, batch in (({}, as_batch(rows)), ({"num_minibatches": 2}, as_batch(rows[:1], rows[1:]))):
+        policy = Policy(policy_config(folder, update=update, gap=GapConfig(stop=stop)), ranks, folder)
+        before = _weights(policy)
+        with pytest.raises(RuntimeError) as error:
+            policy.update(batch)
+        assert all(parameter.grad is None for parameter in policy.parameters.values())
+        results.append((str(error.value), _farthest(_weights(policy), before), policy.num_updates))
+    return results
+
+
+def test_a_gap_above_its_limit_stops_every_rank_before_the_first_step(tiny_models: dict[str, Path]) -> None:
+    rows = run_ranks(_with_a_gap, tiny_models["qwen3"], 0.3)
+    assert rows[0] == rows[1]
+    for error, farthest, num_updates in rows[0]:
+        assert error.startswith("optimizer update 0: gap/mean_abs must be at most gap.stop 0.3, got 0.")
+        assert "gap/kl " in error
+        assert (farthest, num_updates) == (0, 0)
+
+
+def _warnings(ranks: Ranks, folder: Path) -> list[list[str]]:
+    told = []
+    for limits in (GapConfig(warn=0.3, stop=100.0), GapConfig(warn=100.0), GapConfig(warn=0.0)):
+        policy, messages = Policy(policy_config(folder, gap=limits), ranks, folder), []
+        handler = logging.Handler()
+        handler.emit = lambda record, messages=messages: messages.append(record.getMessage())
+        logger = logging.getLogger("colo.policy.update")
+        logger.addHandler(handler)
+        policy.update(as_batch(_share(ranks, made_up_rows(4), 1)))
+        logger.removeHandler(handler)
+        assert policy.num_updates == 1
+        told.append(messages)
+    return told
+
+
+def test_a_gap_above_the_lower_limit_is_warned_of_once_and_the_run_goes_on(tiny_models: dict[str, Path]) -> None:
+    first, second = run_ranks(_warnings, tiny_models["qwen3"])
+    assert second == [[], [], []]
+    (told,), *none = first
+    assert told.startswith("optimizer update 0: gap/mean_abs must be at most gap.warn 0.3, got 0.")
+    assert none == [[], []]
 
 
 def _save(policy: Policy, source: Path, folder: Path) -> None:

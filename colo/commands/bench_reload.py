@@ -8,7 +8,7 @@ import statistics
 import sys
 import tempfile
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -65,9 +65,10 @@ def main(arguments: Sequence[str]) -> None:
     ranks = start_ranks(timeout_s=WAIT_S)
     logging.basicConfig(level=logging.WARNING, format="[%(levelname)s] %(message)s", stream=sys.stderr)
     options = or_refused(lambda: _options(arguments, ranks), ranks)
-    with _model_folder(options) as name:
-        folder = Path(name)
-        or_refused(lambda: ranks.agreed(lambda: _prepare(options, folder), "preparing the model"), ranks)
+    with tempfile.TemporaryDirectory(prefix="colo-bench-") if ranks.is_main else nullcontext("") as made:
+        folder = or_refused(
+            lambda: ranks.from_main(lambda: _prepare(options, Path(made)), "preparing the model"), ranks
+        )
         dtype = getattr(torch, options.policy_dtype)
         ways = ReloadWays(_config(options, folder), ranks, folder, stand_ins(folder, dtype))
         ways.bind(random_shards(folder, dtype, ranks))
@@ -112,21 +113,17 @@ def _options(arguments: Sequence[str], ranks: Ranks) -> ReloadOptions:
     return options
 
 
-def _model_folder(options: ReloadOptions) -> AbstractContextManager[str]:
+def _prepare(options: ReloadOptions, folder: Path) -> Path:
+    """Where the model is: the given folder if colo trains it, or `folder`, after the shape is written there."""
     if options.model:
-        return nullcontext(options.model)
-    return tempfile.TemporaryDirectory(prefix="colo-bench-")
-
-
-def _prepare(options: ReloadOptions, folder: Path) -> None:
-    """Write the shape's folder, or refuse one that colo does not train."""
+        check_trainable(Path(options.model))
+        return Path(options.model)
     if options.shape in TINY_SHAPES:
         make_tiny_model(TINY_SHAPES[options.shape], folder)
-    elif options.shape:
+    else:
         shape = dict(CONFIGS[options.shape])
         AutoConfig.for_model(shape.pop("model_type"), **shape, dtype=options.dtype).save_pretrained(folder)
-    else:
-        check_trainable(folder)
+    return folder
 
 
 def _config(options: ReloadOptions, folder: Path) -> Config:
@@ -187,10 +184,13 @@ def _report(
 
 def _measure_limit(clock: Clock, num_bytes: int, repeats: int, ranks: Ranks) -> Row:
     """One copy that reads and writes so many bytes together; its memory is given back."""
-    source = torch.zeros(num_bytes // 2, dtype=torch.uint8, device=ranks.device)
-    target = torch.empty_like(source)
-    row = Row(name="copy limit", bytes=2 * source.numel())
-    return clock.measure(row, lambda: target.copy_(source), repeats, on_device=True)
+    pair = [torch.zeros(num_bytes // 2, dtype=torch.uint8, device=ranks.device) for _ in range(2)]
+    row = Row(name="copy limit", bytes=2 * pair[0].numel())
+    clock.measure(row, lambda: pair[0].copy_(pair[1]), repeats, on_device=True)
+    pair.clear()
+    if ranks.device.type == "cuda":
+        torch.cuda.empty_cache()
+    return row
 
 
 def _peak_bytes(ways: ReloadWays, ranks: Ranks) -> int:
@@ -252,10 +252,10 @@ def _line(row: dict[str, Any]) -> str:
     if "failed" in row:
         return f"{row['name']:<32}  failed: {row['failed']}"
     device = f"{statistics.median(row['device_ms']):.3f}" if row["device_ms"] else "-"
-    times = f"{row['times_replay']:.2f}" if row["times_replay"] else "-"
+    times = f"{row['times_replay']:.3g}" if row["times_replay"] else "-"
     return (
-        f"{row['name']:<32}{row['median_ms']:>11.3f}{row['worst_ms']:>11.3f}{device:>11}{row['gb_per_s']:>9.1f}"
-        f"{row['share_of_limit']:>10.3f}{times:>10}"
+        f"{row['name']:<32}{row['median_ms']:>11.3f}{row['worst_ms']:>11.3f}{device:>11}{row['gb_per_s']:>9.3g}"
+        f"{row['share_of_limit']:>10.3g}{times:>10}"
     )
 
 

@@ -11,10 +11,10 @@ from colo.config import Config
 from colo.engine import states
 from colo.engine.build import build_vllm
 from colo.engine.drafts import DraftWatch
-from colo.engine.requests import require_same_tokens
 from colo.engine.states import Call
 from colo.engine.updates import WeightUpdates
 from colo.ranks import Ranks
+from colo.rl.generator import require_same_tokens
 from colo.types import Completion, NamedTensors, Request, Sampling
 
 PAUSE_MODES = ("abort", "wait", "keep")

@@ -1,10 +1,8 @@
 """Requests that vLLM has taken and not finished, and what comes of them."""
 
-import hashlib
 from typing import Any
 
 from colo.engine.build import VllmParts
-from colo.ranks import Ranks
 from colo.types import Completion, Request, Sampling, WeightVersionSpan
 
 
@@ -59,22 +57,6 @@ class Requests:
     def put_back(self, completions: list[Completion]) -> None:
         """Count completions among those that finished."""
         self._finished += completions
-
-
-def require_same_tokens(completions: list[Completion], ranks: Ranks, what: str) -> None:
-    """Compare a digest of the tokens over the ranks of one engine. Collective over the group.
-
-    Raises:
-        RuntimeError: they differ: a rank drew from another generator than the others.
-    """
-    tokens = repr([(c.slot, c.sample, c.token_ids) for c in completions])
-    digests = ranks.gather_in_group(hashlib.sha256(tokens.encode()).hexdigest(), f"{what}: comparing tokens")
-    differ = [rank for rank, digest in zip(ranks.group_ranks, digests, strict=True) if digest != digests[0]]
-    if differ:
-        raise RuntimeError(
-            f"{what}: the ranks of one engine sampled different tokens: rank {ranks.group_ranks[0]} "
-            f"and rank {', '.join(map(str, differ))}"
-        )
 
 
 def _to_completion(request: Request, output: Any) -> Completion:

@@ -23,7 +23,7 @@ BINS_PER_OCTAVE = 32
 """Of the histogram of |gap|: a bin's upper edge is 2.2 % above its lower, so its middle is within 1.1 % of what is
 in it."""
 LOWEST_BIN, HIGHEST_BIN = -30 * BINS_PER_OCTAVE, 10 * BINS_PER_OCTAVE
-"""From 2^-30, below which a gap counts as 0, to 2^10 nats."""
+"""From 2^-30, below which a gap counts as 0, to 2^10 nats, where a probability ratio is beyond a float64 already."""
 
 
 @dataclass(frozen=True, kw_only=True)

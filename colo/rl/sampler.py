@@ -1,34 +1,31 @@
-"""One rollout phase: prompts to the engine, completed and scored groups back."""
+"""What a step trains on: prompts to the engine, completed and scored groups back, now or a step late."""
 
-import hashlib
-import json
+import dataclasses
+import logging
 import time
 from pathlib import Path
-from typing import Protocol
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from colo.config import Config
 from colo.ranks import Ranks
-from colo.rl.batch import longest_completion, rollout_metrics, rollout_sums
+from colo.rl.carry_over import CarryOver
+from colo.rl.generator import Generator, request_seed
 from colo.rl.prompts import prompts_at
 from colo.rl.rewards import Rewards
+from colo.rl.rollout_files import carried_of, carried_row, group_rows, groups_of, save_rollout
+from colo.rl.schedule import OneOff, OnPolicy, Schedule
+from colo.rl.scorer import Scorer
 from colo.types import Completion, Group, Prompt, Request, Rollout, Sampling
 
+logger = logging.getLogger(__name__)
 GREEDY_SEED = 0
 """Of a request that draws nothing."""
 
 
-class Generator(Protocol):
-    """What the sampler needs of an engine."""
-
-    def generate(self, requests: list[Request], sampling: Sampling, what: str) -> list[Completion]:
-        """Sample every request to its end, in order."""
-        ...
-
-
 class Sampler:
-    """Which prompts a step takes, what is sampled for them, and what it is worth."""
+    """Which prompts a step takes, what is sampled for them, what it is worth, and which rollout a step trains on."""
 
     def __init__(
         self, config: Config, ranks: Ranks, prompts: list[Prompt], rewards: Rewards, tokenizer: PreTrainedTokenizerBase
@@ -41,17 +38,114 @@ class Sampler:
         self._sampling = Sampling(
             temperature=rollout.temperature, top_p=rollout.top_p, top_k=rollout.top_k, stop=tuple(rollout.stop)
         )
+        self._carry_over = CarryOver(config, ranks, prompts, self._sampling) if rollout.carry_over else None
+        self._schedule: Schedule = OneOff(config.num_steps) if config.schedule == "one_off" else OnPolicy()
+        self._seconds: dict[str, float] = {}
 
     def rollout(self, engine: Generator, step: int) -> Rollout:
-        """Sample and score this step's groups. Collective.
+        """What this step trains on, and, by the schedule, what the next one will. Collective.
 
-        Prompts are dealt to replicas in turn, so that every minibatch has as many on each.
+        Returns:
+            The groups with their rewards. `rollout/staleness` in its metrics counts the steps since the first of its
+            tokens was sampled; the times are those of this call.
 
         Raises:
             RewardError: a reward function raised.
         """
-        config, ranks = self._config, self._ranks
+        self._seconds = {"time_s/generate": 0.0, "time_s/score": 0.0}
+        rollout = self._schedule.rollout(step, lambda of_step: self._sample(engine, of_step, now=step))
+        staleness = {"rollout/staleness": float(step - rollout.first_step)}
+        if self._config.rollout.save and step % self._config.rollout.save == 0:
+            save_rollout(Path(self._config.run_dir), step, rollout.groups, self._ranks)
+        return Rollout(
+            groups=rollout.groups,
+            first_step=rollout.first_step,
+            metrics=rollout.metrics | staleness | self._seconds,
+        )
+
+    def state(self) -> dict[str, Any]:
+        """What is sampled and not trained on yet, of all replicas, as JSON holds it. Collective.
+
+        Equal on every rank; empty where there is nothing. Rows alternate between replicas, so that another number of
+        them can deal them out again.
+        """
+        state: dict[str, Any] = {}
+        if self._schedule.pending is not None:
+            pending = self._schedule.pending
+            rows = [group_rows(group) for group in pending.groups]
+            state = {"first_step": pending.first_step, "metrics": pending.metrics, "pending": self._interleaved(rows)}
+        if self._carry_over is not None:
+            state["carried"] = self._interleaved([carried_row(group) for group in self._carry_over.held])
+        return state | {"options": self._options()} if state else {}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Go on from what `state` returned, on any number of ranks.
+
+        What was sampled with other options or prompts is left out, with a warning: `resume` may name the checkpoint of
+        another run.
+        """
+        if not state:
+            return
+        by_row = {prompt.row: prompt for prompt in self._prompts}
+        differ = self._differing(state, by_row)
+        if differ:
+            if self._ranks.is_main:
+                logger.warning("what the checkpoint has sampled is left out: it is of other %s", ", ".join(differ))
+            return
+        mine = slice(self._ranks.replica, None, self._ranks.num_replicas)
+        if "pending" in state:
+            rows = [row for of_group in state["pending"][mine] for row in of_group]
+            groups = groups_of(rows, lambda row: by_row[row["prompt_row"]])
+            self._schedule.pending = Rollout(groups=groups, first_step=state["first_step"], metrics=state["metrics"])
+        if self._carry_over is not None:
+            self._carry_over.held = [carried_of(row, by_row[row["prompt_row"]]) for row in state["carried"][mine]]
+
+    def _sample(self, engine: Generator, step: int, *, now: int) -> Rollout:
+        """Sample and score, with the engine's weights in step `now`, what `step` trains on. Collective."""
         started = time.perf_counter()
+        if self._carry_over is None:
+            groups, first_step, counts = self._whole_groups(engine, step, f"step {now}: rollout"), now, {}
+        else:
+            groups, oldest = self._carry_over.sample(engine, step)
+            first_step, counts = self._reduced(oldest, self._carry_over.counts(), f"step {now}: rollout")
+        generated = time.perf_counter()
+        metrics = self._scorer.score(groups, f"step {now}: scoring")
+        self._seconds["time_s/generate"] += generated - started
+        self._seconds["time_s/score"] += time.perf_counter() - generated
+        return Rollout(groups=groups, first_step=first_step, metrics=metrics | counts)
+
+    def _reduced(self, oldest: int, counts: dict[str, float], what: str) -> tuple[int, dict[str, float]]:
+        """Over all replicas: the first step of any token, and the sums of counts as metrics. Collective."""
+        first_step = -int(self._ranks.max(-oldest, what))
+        is_counted = self._ranks.group_rank == 0  # the other ranks of a group hold the same
+        total = self._ranks.sum({name: value if is_counted else 0.0 for name, value in counts.items()}, what)
+        return first_step, {f"rollout/{name}": value for name, value in total.items()}
+
+    def _interleaved(self, rows: list[Any]) -> list[Any]:
+        """Every replica's first row, then every second, and so on. Collective."""
+        of_ranks = self._ranks.gather(rows, "gathering what is sampled")
+        of_replicas = of_ranks[:: self._ranks.tensor_parallel_size]
+        return [row for of_turn in zip(*of_replicas, strict=True) for row in of_turn]
+
+    def _options(self) -> dict[str, Any]:
+        """With which what is held was sampled; `rollout.save` has no part in that."""
+        rollout = dataclasses.asdict(self._config.rollout)
+        del rollout["save"]
+        return {"schedule": self._config.schedule} | {f"rollout.{name}": value for name, value in rollout.items()}
+
+    def _differing(self, state: dict[str, Any], by_row: dict[int, Prompt]) -> list[str]:
+        was, now = state["options"], self._options()
+        differ = [name for name, value in now.items() if name in was and was[name] != value]  # a newer one is not there
+        rows = [row for of_group in state.get("pending", []) for row in of_group] + state.get("carried", [])
+        is_known = all(
+            row["prompt_row"] in by_row and by_row[row["prompt_row"]].token_ids == row["prompt_token_ids"]
+            for row in rows
+        )
+        return differ if is_known else [*differ, "prompts"]
+
+    def _whole_groups(self, engine: Generator, step: int, what: str) -> list[Group]:
+        """Prompts are dealt to replicas in turn, so that every minibatch has as many on each."""
+        config, ranks = self._config, self._ranks
         prompts = prompts_at(self._prompts, step, config.rollout.num_prompts, config.seed)
         mine = list(enumerate(prompts))[ranks.replica :: ranks.num_replicas]
         requests = [
@@ -65,65 +159,7 @@ class Sampler:
             for slot, prompt in mine
             for sample in range(config.rollout.group_size)
         ]
-        completions = engine.generate(requests, self._sampling, f"step {step}: rollout")
-        generated = time.perf_counter()
-        groups = to_groups(mine, completions)
-        metrics = self._scorer.score(groups, f"step {step}: scoring")
-        metrics |= {"time_s/generate": generated - started, "time_s/score": time.perf_counter() - generated}
-        if config.rollout.save and step % config.rollout.save == 0:
-            save_rollout(Path(config.run_dir), step, groups, ranks)
-        return Rollout(groups=groups, metrics=metrics)
-
-
-class Scorer:
-    """Decodes completions, has them scored once per tensor-parallel group, and reduces the numbers."""
-
-    def __init__(self, ranks: Ranks, rewards: Rewards, tokenizer: PreTrainedTokenizerBase) -> None:
-        self._ranks = ranks
-        self._rewards = rewards
-        self._tokenizer = tokenizer
-
-    def score(self, groups: list[Group], what: str) -> dict[str, float]:
-        """Fill in `texts` and `rewards`, and return the metrics over all replicas. Collective.
-
-        The ranks of a tensor-parallel group hold the same completions: each scores its share, and they exchange the
-        results, so that a reward function sees each completion once.
-        """
-        ranks = self._ranks
-        for group in groups:
-            group.texts = self._tokenizer.batch_decode(
-                [c.token_ids for c in group.completions], skip_special_tokens=True
-            )
-        items = [(group.prompt, text) for group in groups for text in group.texts]
-        mine = items[ranks.group_rank :: ranks.tensor_parallel_size]
-
-        def progress(done: int, total: int) -> None:
-            ranks.report(what, f"{done} of {total} done")
-
-        share = ranks.agreed(lambda: self._rewards.score(mine, progress), what)
-        scores = [share[rank][place] for place, rank in self._dealt(len(items))]
-        for index, group in enumerate(groups):
-            size = len(group.completions)
-            group.rewards = [score.total for score in scores[index * size : (index + 1) * size]]
-        counted = groups if ranks.group_rank == 0 else []  # its other ranks hold the same
-        sums = rollout_sums(counted)
-        sums["timeouts"] = sum(float(len(score.timed_out)) for score in scores) if counted else 0.0
-        sums["cached_tokens"] = sum((float(c.num_cached_tokens) for group in counted for c in group.completions), 0.0)
-        for name in self._rewards.names:
-            sums[f"by/{name}"] = sum((score.by_function[name] for score in scores), 0.0) if counted else 0.0
-        totals = ranks.sum(sums, what)
-        metrics = rollout_metrics(totals, ranks.max(longest_completion(groups), what))
-        metrics |= {"reward/num_timeouts": totals["timeouts"], "engine/cached_tokens": totals["cached_tokens"]}
-        if len(self._rewards.names) > 1:
-            metrics |= {
-                f"reward/{name}": totals[f"by/{name}"] / totals["num_completions"] for name in self._rewards.names
-            }
-        return metrics
-
-    def _dealt(self, num_items: int) -> list[tuple[int, int]]:
-        """(place in the scoring rank's share, that global rank) for each item of this replica."""
-        size, members = self._ranks.tensor_parallel_size, self._ranks.group_ranks
-        return [(index // size, members[index % size]) for index in range(num_items)]
+        return to_groups(mine, engine.generate(requests, self._sampling, what))
 
 
 def to_groups(slots: list[tuple[int, Prompt]], completions: list[Completion]) -> list[Group]:
@@ -132,42 +168,3 @@ def to_groups(slots: list[tuple[int, Prompt]], completions: list[Completion]) ->
     for completion in completions:
         by_slot.setdefault(completion.slot, []).append(completion)
     return [Group(slot=slot, prompt=prompt, completions=by_slot[slot]) for slot, prompt in slots]
-
-
-def request_seed(run_seed: int, step: int, slot: int, sample: int) -> int:
-    """The seed of one request: a 63-bit hash of what identifies it, the same on every rank and platform."""
-    digest = hashlib.blake2b(f"{run_seed}/{step}/{slot}/{sample}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little") >> 1
-
-
-def save_rollout(run_dir: Path, step: int, groups: list[Group], ranks: Ranks) -> None:
-    """Write rollouts/step-N.jsonl, one completion a line in order of slot and sample. Collective; rank 0 writes."""
-    rows = [
-        {
-            "slot": group.slot,
-            "sample": completion.sample,
-            "prompt": group.prompt.text,
-            "text": text,
-            "reward": reward,
-            "finish_reason": completion.finish_reason,
-            "prompt_token_ids": group.prompt.token_ids,
-            "token_ids": completion.token_ids,
-            "logprobs": completion.logprobs,
-            "spans": [[span.start, span.end, span.version] for span in completion.spans],
-        }
-        for group in (groups if ranks.group_rank == 0 else [])
-        for completion, text, reward in zip(group.completions, group.texts, group.rewards, strict=True)
-    ]
-    gathered = ranks.gather(rows, f"step {step}: saving the rollout")
-
-    def write() -> None:
-        path = run_dir / "rollouts" / f"step-{step}.jsonl"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        lines = sorted(
-            (row for rank_rows in gathered for row in rank_rows), key=lambda row: (row["slot"], row["sample"])
-        )
-        partial = path.with_suffix(".partial")
-        partial.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in lines))
-        partial.replace(path)
-
-    ranks.from_main(write, f"step {step}: saving the rollout")

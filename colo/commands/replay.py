@@ -1,0 +1,109 @@
+"""colo replay: train again on a rollout that a run saved, from the weights it had then, without an engine."""
+
+import argparse
+import os
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NoReturn
+
+from colo.commands.launch import RANKS_WITHOUT_GPU, count_gpus
+from colo.resume import CONFIG, rollout_path
+
+REPLAY = "colo.commands.replay_step"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReplayOptions:
+    """What `colo replay` was asked for."""
+
+    run_dir: Path
+    step: int
+    num_ranks: int | None
+    """None where it was left out."""
+
+
+def replay_command(arguments: list[str]) -> None:
+    """Become torchrun of the replay; with --help, print its options.
+
+    Raises:
+        ValueError: an option is wrong, or the run cannot replay that step.
+    """
+    if {"-h", "--help"} & set(arguments):
+        replay_parser().print_help()
+        return
+    command = replay_torchrun(arguments, count_gpus())
+    # As for `colo train`: torchrun sets it for several ranks, and says so in a banner.
+    if "--nproc-per-node=1" not in command:
+        os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    sys.stdout.flush()
+    os.execv(command[0], command)
+
+
+def replay_torchrun(arguments: list[str], num_gpus: int) -> list[str]:
+    """The command line that launches the replay on this host.
+
+    Raises:
+        ValueError: as `read_replay_options`, or there are fewer GPUs than ranks.
+    """
+    ranks = read_replay_options(arguments).num_ranks or num_gpus or RANKS_WITHOUT_GPU
+    if num_gpus and ranks > num_gpus:
+        raise ValueError(f"--ranks must be at most the number of GPUs {num_gpus}, got {ranks}")
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    return [*torchrun, "-m", REPLAY, *arguments]
+
+
+def read_replay_options(arguments: list[str]) -> ReplayOptions:
+    """The options, checked against what the run has on disk.
+
+    Raises:
+        ValueError: an option is wrong, or the run cannot replay that step; it names those that it can.
+    """
+    given = replay_parser().parse_args(arguments)
+    run_dir = Path(given.run_dir)
+    if not (run_dir / CONFIG).is_file():
+        raise ValueError(f"RUN_DIR must be a folder that holds the {CONFIG} of its run, got {given.run_dir!r}")
+    steps = replayable_steps(run_dir)
+    if not given.step.isdecimal() or int(given.step) not in steps:
+        those = ", ".join(map(str, steps)) or "none: rollout.save of the run says which are saved"
+        raise ValueError(f"--step must be one with a rollout and its checkpoint ({those}), got {given.step!r}")
+    if given.ranks and (not given.ranks.isdecimal() or int(given.ranks) < 1):
+        raise ValueError(f"--ranks must be a whole number of at least 1, got {given.ranks!r}")
+    return ReplayOptions(run_dir=run_dir, step=int(given.step), num_ranks=int(given.ranks) if given.ranks else None)
+
+
+def replayable_steps(run_dir: Path) -> list[int]:
+    """Steps whose rollout is on disk, with the weights before them: a checkpoint, or, of step 0, the model itself."""
+    names = (path.stem.removeprefix("step-") for path in (run_dir / "rollouts").glob("step-*.jsonl"))
+    steps = sorted(int(name) for name in names if name.isdecimal())
+    return [
+        step for step in steps if rollout_path(run_dir, step).is_file() and (not step or _has_weights(run_dir, step))
+    ]
+
+
+def replay_parser() -> argparse.ArgumentParser:
+    """What `colo replay` takes; values are checked later, so that all refusals read alike."""
+    parser = _Parser(
+        prog="colo replay",
+        description="Train on a saved rollout, without an engine; print the step's metrics as one JSON line.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("run_dir", metavar="RUN_DIR", help="of a run with rollout.save")
+    parser.add_argument("--step", required=True, metavar="N", help="the step whose rollout is trained on")
+    parser.add_argument(
+        "--ranks",
+        default="",
+        help="processes on this host (default: its GPUs; 2 where there is none); with as many "
+        "as the run had, the numbers are the run's",
+    )
+    return parser
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ValueError(f"replay: {message}")
+
+
+def _has_weights(run_dir: Path, step: int) -> bool:
+    return (run_dir / "checkpoints" / f"step-{step}").is_dir()
