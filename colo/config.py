@@ -30,6 +30,17 @@ PROOFS = ("every", "first", "off")
 DTYPES = ("float32", "bfloat16")
 MASKING = ("token_mask", "sequence_mask", "geometric_mask")
 CORRECTIONS = ("off", "token_truncate", "sequence_truncate", *MASKING)
+LOGPROBS = ("auto", "raw", "processed")
+NEUTRAL = {
+    "top_p": 1.0,
+    "top_k": 0,
+    "min_p": 0.0,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+    "repetition_penalty": 1.0,
+}
+"""Sampling options at the values at which they change nothing."""
+TRUNCATING = ("top_p", "top_k", "min_p")
 TINY = "tiny:"
 TINY_FAMILIES = ("qwen3", "qwen2", "llama", "gemma3", "qwen3_moe")
 OWNED_BY_COLO = (
@@ -94,6 +105,25 @@ def _one_of(option: str, value: str, choices: tuple[str, ...]) -> None:
     _check(option, value in choices, f"one of {', '.join(choices)}", value)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Distribution:
+    """What a token's logprob is of: softmax(logits / temperature), renormalised over the tokens that are kept.
+
+    Example: Distribution(temperature=0.7, top_p=0.9)
+    """
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    """0 keeps all tokens."""
+    min_p: float = 0.0
+
+    @property
+    def truncates(self) -> bool:
+        """Whether some tokens may be dropped."""
+        return self.top_p < 1 or self.top_k > 0 or self.min_p > 0
+
+
 @dataclass(kw_only=True)
 class RolloutConfig:
     """What is sampled in a step, and how."""
@@ -105,11 +135,23 @@ class RolloutConfig:
     max_new_tokens: int = 64
     """Length limit of a completion, in tokens."""
     temperature: float = 1.0
-    """At least 0.01; the policy divides its logits by the same number (docs/architecture.md, "One distribution")."""
+    """At least 0.01."""
     top_p: float = 1.0
-    """In (0, 1]; below 1 the engine reports logprobs over the full vocabulary, at temperature 1."""
+    """In (0, 1]: the likeliest tokens that together have this probability are kept."""
     top_k: int = 0
-    """0 keeps all tokens; above 0 as for top_p."""
+    """This many of the likeliest tokens are kept; 0 keeps all."""
+    min_p: float = 0.0
+    """In [0, 1]: tokens that are less likely than this share of the likeliest one's probability are dropped."""
+    presence_penalty: float = 0.0
+    """In [-2, 2]: taken off the logit of a token that the completion has already."""
+    frequency_penalty: float = 0.0
+    """In [-2, 2]: likewise, for each time that the completion has it."""
+    repetition_penalty: float = 1.0
+    """Above 0: logits of tokens that the prompt or the completion has are divided by it, negative ones multiplied."""
+    logprobs: str = "auto"
+    """What engine and policy both score (docs/logprobs.md): processed (after the temperature, over the tokens that
+    top_p, top_k and min_p keep; not with penalties), raw (the whole vocabulary at temperature 1, whatever the tokens
+    were drawn from), auto (raw with any of top_p, top_k, min_p and the penalties, else processed)."""
     max_prompt_tokens: int = 512
     """Longest prompt taken, in tokens after the chat template."""
     long_prompts: str = "refuse"
@@ -133,9 +175,36 @@ class RolloutConfig:
         # vLLM raises a lower one to 0.01, and the policy would divide by another number.
         _check("rollout.temperature", self.temperature >= 0.01, "at least 0.01", self.temperature)
         _check("rollout.top_p", 0 < self.top_p <= 1, "in (0, 1]", self.top_p)
+        _check("rollout.min_p", 0 <= self.min_p <= 1, "in [0, 1]", self.min_p)
+        self._check_penalties()
         _check("rollout.stop", all(self.stop), "strings that are not empty", self.stop)
         self._check_carry_over()
         _one_of("rollout.long_prompts", self.long_prompts, ("refuse", "drop"))
+
+    @property
+    def truncation(self) -> dict[str, float]:
+        """Which of top_p, top_k and min_p drop tokens, with their values."""
+        return {name: value for name, value in self._shaping().items() if name in TRUNCATING}
+
+    @property
+    def penalties(self) -> dict[str, float]:
+        """Which penalties are applied, with their values."""
+        return {name: value for name, value in self._shaping().items() if name not in TRUNCATING}
+
+    def _shaping(self) -> dict[str, float]:
+        return {name: getattr(self, name) for name, neutral in NEUTRAL.items() if getattr(self, name) != neutral}
+
+    def _check_penalties(self) -> None:
+        for name in ("presence_penalty", "frequency_penalty"):
+            value = getattr(self, name)
+            _check(f"rollout.{name}", -2 <= value <= 2, "in [-2, 2]", value)
+        _check("rollout.repetition_penalty", self.repetition_penalty > 0, "above 0", self.repetition_penalty)
+        _one_of("rollout.logprobs", self.logprobs, LOGPROBS)
+        if self.logprobs == "processed":
+            # Processed logprobs are after the penalties, which depend on all tokens before; the policy applies none.
+            for name, value in self.penalties.items():
+                limit = f"{NEUTRAL[name]} with rollout.logprobs=processed (the policy's side applies no penalty)"
+                _check(f"rollout.{name}", False, limit, value)
 
     def _check_carry_over(self) -> None:
         _at_least("rollout.", self, carry_over_extra=0, max_carried_updates=1)
@@ -147,6 +216,9 @@ class RolloutConfig:
         _check("rollout.carry_over_extra", extra <= self.num_prompts, limit, extra)
         # The engine would look for one in what was sampled since the update alone.
         _check("rollout.stop", not self.stop, "empty with rollout.carry_over", self.stop)
+        for name in ("presence_penalty", "frequency_penalty"):  # it would count the tokens since the update alone
+            value = getattr(self, name)
+            _check(f"rollout.{name}", value == 0, "0.0 with rollout.carry_over", value)
 
 
 @dataclass(kw_only=True)
@@ -450,6 +522,7 @@ class Config:
         _check_finite("", dataclasses.asdict(self))
         _one_of("algorithm", self.algorithm, ALGORITHMS)
         self._check_schedule()
+        self._check_scored()
         _check("eval_every", not self.eval_every or bool(self.eval_prompts), "0 without eval_prompts", self.eval_every)
         if isinstance(self.reward, dict):
             weights = self.reward.values()
@@ -468,6 +541,16 @@ class Config:
             )
         if self.model.startswith(TINY):
             _one_of("model", self.model.removeprefix(TINY), TINY_FAMILIES)
+
+    def _check_scored(self) -> None:
+        if self.scored.truncates:
+            # The reference keeps other tokens than the policy: where it drops one, KL(policy || reference) is infinite.
+            options = ", ".join(f"rollout.{name}" for name in self.rollout.truncation)
+            limit = f"0 with rollout.logprobs=processed and {options} (the reference would drop other tokens)"
+            _check("loss.kl_coef", self.loss.kl_coef == 0, limit, self.loss.kl_coef)
+        if self.engine.speculative:
+            min_p = self.rollout.min_p
+            _check("rollout.min_p", min_p == 0, "0.0 with engine.speculative (vLLM refuses it there)", min_p)
 
     def _check_schedule(self) -> None:
         _one_of("schedule", self.schedule, SCHEDULES)
@@ -491,18 +574,33 @@ class Config:
 
     @property
     def logprobs_mode(self) -> str:
-        """vLLM's mode under which engine and policy score one distribution.
+        """vLLM's mode, which with `scored` makes engine and policy score one distribution.
 
-        With temperature alone the engine reports logprobs after it, and the policy divides its logits by it. With
-        top_p or top_k those would be renormalised over the kept tokens, so both sides score the full vocabulary.
+        Raw logprobs are before the temperature and everything else, processed ones after all of it and renormalised.
         """
-        truncates = self.rollout.top_p < 1 or self.rollout.top_k > 0
-        return "raw_logprobs" if truncates else "processed_logprobs"
+        mode = self.rollout.logprobs
+        if mode == "auto":
+            mode = "raw" if self.rollout.truncation or self.rollout.penalties else "processed"
+        return f"{mode}_logprobs"
 
     @property
-    def scoring_temperature(self) -> float:
-        """What the policy divides its logits by: raw logprobs are before the temperature."""
-        return 1.0 if self.logprobs_mode == "raw_logprobs" else self.rollout.temperature
+    def scored(self) -> Distribution:
+        """What the policy scores tokens under: the distribution of the engine's logprobs."""
+        if self.logprobs_mode == "raw_logprobs":
+            return Distribution()
+        rollout = self.rollout
+        return Distribution(
+            temperature=rollout.temperature, top_p=rollout.top_p, top_k=rollout.top_k, min_p=rollout.min_p
+        )
+
+    @property
+    def unscored(self) -> dict[str, float]:
+        """Sampling options, with their values, that shape what is drawn and that neither side's logprobs know of."""
+        if self.logprobs_mode == "processed_logprobs":
+            return {}
+        rollout = self.rollout
+        heat = {"temperature": rollout.temperature} if rollout.temperature != 1 else {}
+        return heat | rollout.truncation | rollout.penalties
 
     @property
     def updates_per_step(self) -> int:

@@ -86,6 +86,10 @@ class Sampling:
     """0 keeps all tokens."""
     stop: tuple[str, ...]
     """Strings that end a completion, beside the model's own end tokens."""
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -76,7 +76,7 @@ def test_colo_alone_and_help_list_the_commands() -> None:
     alone, help_ = _colo(), _colo("train", "--help")
     assert alone.stdout == help_.stdout
     assert (alone.returncode, help_.returncode) == (0, 0)
-    for word in ("train", "eval", "show", "--ranks", "debug"):
+    for word in ("train", "eval", "show", "replay", "check", "bench", "--ranks", "debug"):
         assert word in alone.stdout
     unknown = _colo("trian")
     assert (unknown.returncode, unknown.stdout) == (2, "")

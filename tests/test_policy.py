@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+from colo.config import Distribution
 from colo.policy.folder import TensorFiles, model_files, shard_rows
 from colo.policy.model import Policy
 from colo.policy.names import Piece, checkpoint_pieces, stored_tensors
@@ -128,7 +129,7 @@ def _load_all(ranks: Ranks, folders: dict[str, Path]) -> dict[str, Any]:
         theirs = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="sdpa")
         buffers = dict(theirs.named_buffers())
         with torch.no_grad():
-            logprobs_BT, _ = policy.scorer(torch.tensor(TOKEN_IDS), 1.0)
+            logprobs_BT = policy.scorer(torch.tensor(TOKEN_IDS), Distribution()).logprobs_BT
             expected_BTV = theirs(torch.tensor(TOKEN_IDS)).logits.log_softmax(dim=-1)
         head = policy.scorer.hf.get_output_embeddings().weight
         assert not isinstance(head, DTensor), "the root must be whole after a forward, or the next line shows nothing"
@@ -334,7 +335,7 @@ def _gemma2_and_granite(ranks: Ranks, folder: Path) -> tuple[float, str]:
     policy = Policy(policy_config(folder / "gemma2"), ranks, folder / "gemma2")
     token_ids_BT = torch.tensor(TOKEN_IDS) % 64
     with torch.no_grad():
-        logprobs_BT, _ = policy.scorer(token_ids_BT, 1.0)
+        logprobs_BT = policy.scorer(token_ids_BT, Distribution()).logprobs_BT
         whole_BTV = gemma.eval()(token_ids_BT).logits.log_softmax(dim=-1)[:, :-1]
     whole_BT = whole_BTV.gather(-1, token_ids_BT[:, 1:, None]).squeeze(-1)
     assert not any(module.training for module in policy.scorer.modules()), "dropout must be off"

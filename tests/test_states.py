@@ -30,6 +30,7 @@ TABLE = {
     Call.RESUME: "yyyyy-",
     Call.ABORT: "yyyyy-",
     Call.SET_VERSION: "--yyy-",
+    Call.PROVE: "--yy--",
     Call.RPC: "y-yy--",
     Call.RPC_READ_ONLY: "y-yy--",
 }

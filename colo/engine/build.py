@@ -94,6 +94,10 @@ class VllmParts:
             temperature=sampling.temperature,
             top_p=sampling.top_p,
             top_k=sampling.top_k,
+            min_p=sampling.min_p,
+            presence_penalty=sampling.presence_penalty,
+            frequency_penalty=sampling.frequency_penalty,
+            repetition_penalty=sampling.repetition_penalty,
             max_tokens=request.max_new_tokens,
             seed=request.seed,  # never unseeded: those draw from the process's own generators, which ranks do not share
             logprobs=0,

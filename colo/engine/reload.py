@@ -94,9 +94,8 @@ class Reloader:
         if self._is_suspect:
             self.drop_policy_views()
         self._is_suspect = True
-        if self._shards.refresh(handed):
+        if self._shards.refresh(handed) or self._replay is None:
             self._replay = None  # its views are of where the tensors lay
-        if self._replay is None:
             self._replay = self._bound(self._shards, handed)
         self.forget()
         sums, prove_s = self._write(self._replay, handed)
@@ -201,8 +200,13 @@ class Reloader:
         return self._options.proof == "every" or (self._options.proof == "first" and not self._is_proven_once)
 
     def _bound(self, shards: PolicyShards, handed: dict[str, TensorShard]) -> Replay:
-        bucket_bytes = self._options.bucket_mib << 20
-        return Replay(self._ranks, self._plans, self._targets, shards, list(handed), bucket_bytes)
+        bucket_bytes, made = self._options.bucket_mib << 20, []
+
+        def bind() -> None:
+            made.append(Replay(self._ranks, self._plans, self._targets, shards, list(handed), bucket_bytes))
+
+        self._ranks.agreed(bind, "reload: planning the copies")
+        return made[0]
 
     def _write(self, replay: Replay, handed: dict[str, TensorShard]) -> tuple[np.ndarray, float]:
         """Copy, and sum what was read. Collective.

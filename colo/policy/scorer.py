@@ -6,7 +6,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from colo.policy.logprobs import token_logprobs
+from colo.config import Distribution
+from colo.policy.logprobs import TokenScores, token_scores
 
 NUM_CHECK_TOKENS = 8
 CHECK_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 3e-2}
@@ -29,27 +30,27 @@ class Scorer(nn.Module):
         self.chunk_tokens = chunk_tokens
         self._softcap: float | None = hf.config.get_text_config().to_dict().get("final_logit_softcapping")
 
-    def forward(self, token_ids_BT: Tensor, temperature: float, *, by_hf: bool = False) -> tuple[Tensor, Tensor]:
+    def forward(self, token_ids_BT: Tensor, distribution: Distribution, *, by_hf: bool = False) -> TokenScores:
         """Score every token. Collective, once the module is sharded.
 
         Rows are right-padded and attention is causal, so padding needs no mask: nothing before it sees it.
 
         Args:
             token_ids_BT: [B, T] int64.
-            temperature: Logits are divided by it.
-            by_hf: Take the logits from transformers' own forward, whole; for `head_difference` alone.
+            distribution: What the logprobs are of.
+            by_hf: Take the logits from transformers' own forward, whole: for comparisons, not for training.
 
         Returns:
-            As `token_logprobs`.
+            As `token_scores`.
         """
         if by_hf:
             logits_BTV = self.hf(input_ids=token_ids_BT, use_cache=False).logits
-            return token_logprobs(
-                logits_BTV, token_ids_BT, nn.Identity(), temperature=temperature, chunk_tokens=self.chunk_tokens
+            return token_scores(
+                logits_BTV, token_ids_BT, nn.Identity(), distribution=distribution, chunk_tokens=self.chunk_tokens
             )
         hidden_BTH = self.hf.base_model(input_ids=token_ids_BT, use_cache=False).last_hidden_state
-        return token_logprobs(
-            hidden_BTH, token_ids_BT, self._head, temperature=temperature, chunk_tokens=self.chunk_tokens
+        return token_scores(
+            hidden_BTH, token_ids_BT, self._head, distribution=distribution, chunk_tokens=self.chunk_tokens
         )
 
     def _head(self, hidden_NH: Tensor) -> Tensor:
@@ -66,8 +67,8 @@ def head_difference(scorer: Any, device: torch.device) -> float:
     vocab_size = scorer.hf.config.get_text_config().vocab_size
     token_ids_BT = (torch.arange(NUM_CHECK_TOKENS, device=device) * 31 % vocab_size)[None]
     with torch.no_grad():
-        ours_BT, _ = scorer(token_ids_BT, 1.0)
-        theirs_BT, _ = scorer(token_ids_BT, 1.0, by_hf=True)
+        ours_BT = scorer(token_ids_BT, Distribution()).logprobs_BT
+        theirs_BT = scorer(token_ids_BT, Distribution(), by_hf=True).logprobs_BT
     scorer.reshard()
     return (ours_BT - theirs_BT).abs().max().item()
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from colo.policy import optimizer as adamw
+from colo.policy.logprobs import TokenScores
 from colo.rl.gap import GapSums, GapTotals, gap_above, gap_metrics
 from colo.rl.losses import ALGORITHMS, denominator
 from colo.types import Batch, MicroBatch
@@ -159,17 +160,17 @@ def _score_without_gradient(
     policy: "Policy", minibatches: list[_Minibatch], has_old: bool, first_pass: _FirstPass
 ) -> None:
     """Fill in old and reference logprobs; where there are old ones, the gap is that of this pass."""
-    temperature = policy.config.scoring_temperature
+    distribution = policy.config.scored
     with torch.no_grad():
         for minibatch in minibatches:
             for scored in minibatch.micro_batches:
                 token_ids_BT = scored.batch.token_ids_BT
                 if policy.reference is not None:
-                    scored.reference_logprobs_BT, _ = policy.reference(token_ids_BT, temperature)
+                    scored.reference_logprobs_BT = policy.reference(token_ids_BT, distribution).logprobs_BT
                 if has_old:
-                    old_BT, entropy_BT = policy.scorer(token_ids_BT, temperature)
-                    scored.old_logprobs_BT = old_BT
-                    _measure(scored, old_BT, entropy_BT, first_pass)
+                    scores = policy.scorer(token_ids_BT, distribution)
+                    scored.old_logprobs_BT = scores.logprobs_BT
+                    _measure(scored, scores, first_pass)
     # After a forward without a backward FSDP2 keeps the root's parameters whole, and names would find those.
     if has_old:
         policy.scorer.reshard()
@@ -177,9 +178,11 @@ def _score_without_gradient(
         policy.reference.reshard()
 
 
-def _measure(scored: _Scored, logprobs_BT: Tensor, entropy_BT: Tensor, first_pass: _FirstPass) -> None:
-    first_pass.gap.add(logprobs_BT, scored.batch)
-    first_pass.add({"entropy": torch.where(scored.batch.loss_mask_BT, entropy_BT, 0.0).double().sum()})
+def _measure(scored: _Scored, scores: TokenScores, first_pass: _FirstPass) -> None:
+    mask_BT = scored.batch.loss_mask_BT
+    entropy = torch.where(mask_BT, scores.entropy_BT, 0.0).double().sum()
+    first_pass.gap.add(scores.logprobs_BT, scored.batch)
+    first_pass.add({"entropy": entropy, "num_outside_kept": (mask_BT & scores.is_outside_BT).sum()})
 
 
 def _accumulate_gradients(policy: "Policy", minibatch: _Minibatch, sums: _Sums, first_pass: _FirstPass | None) -> float:
@@ -192,13 +195,14 @@ def _accumulate_gradients(policy: "Policy", minibatch: _Minibatch, sums: _Sums, 
     scale = 1 / minibatch.denominator if minibatch.denominator else 0.0
     total = torch.zeros((), dtype=torch.float64, device=policy.ranks.device)
     for scored in minibatch.micro_batches:
-        logprobs_BT, entropy_BT = policy.scorer(scored.batch.token_ids_BT, config.scoring_temperature)
+        scores = policy.scorer(scored.batch.token_ids_BT, config.scored)
+        logprobs_BT = scores.logprobs_BT
         old_BT = logprobs_BT.detach() if scored.old_logprobs_BT is None else scored.old_logprobs_BT
         loss_sum, loss_sums = ALGORITHMS[config.algorithm].loss(
             logprobs_BT, old_BT, scored.batch, config.loss, scored.reference_logprobs_BT
         )
         if first_pass is not None:
-            _measure(scored, old_BT, entropy_BT, first_pass)
+            _measure(scored, scores, first_pass)
         sums.add(loss_sums)
         total += loss_sum.detach().double()
         if scored.is_dummy:
@@ -289,4 +293,6 @@ def _reduced(
     num_epochs = policy.config.update.num_epochs
     metrics |= {name: total[key] / (number * num_epochs) for name, (key, number) in shares.items() if key in total}
     metrics["entropy/mean"] = total["entropy"] / num_tokens
+    if policy.config.scored.truncates:
+        metrics["gap/outside_kept"] = total["num_outside_kept"]
     return metrics

@@ -36,8 +36,21 @@ class Sampler:
         self._scorer = Scorer(ranks, rewards, tokenizer)
         rollout = config.rollout
         self._sampling = Sampling(
-            temperature=rollout.temperature, top_p=rollout.top_p, top_k=rollout.top_k, stop=tuple(rollout.stop)
+            temperature=rollout.temperature,
+            top_p=rollout.top_p,
+            top_k=rollout.top_k,
+            stop=tuple(rollout.stop),
+            min_p=rollout.min_p,
+            presence_penalty=rollout.presence_penalty,
+            frequency_penalty=rollout.frequency_penalty,
+            repetition_penalty=rollout.repetition_penalty,
         )
+        if config.unscored and ranks.is_main:
+            logger.info(
+                "%s: tokens are drawn from another distribution than the one that engine and policy score, which is "
+                "over the whole vocabulary at temperature 1; nothing corrects for that (docs/logprobs.md)",
+                ", ".join(f"rollout.{name} {value}" for name, value in config.unscored.items()),
+            )
         self._carry_over = CarryOver(config, ranks, prompts, self._sampling) if rollout.carry_over else None
         self._schedule: Schedule = OneOff(config.num_steps) if config.schedule == "one_off" else OnPolicy()
         self._seconds: dict[str, float] = {}
