@@ -41,7 +41,9 @@ def main() -> int:
     """Run one command; a refused recipe is one message on stderr and exit status 2."""
     arguments = sys.argv[1:]
     asks_help = any(argument in ("-h", "--help") for argument in arguments)
-    if not arguments or (asks_help and arguments[0] not in ("bench", "replay")):  # these have options of their own
+    if not arguments or (
+        asks_help and arguments[0] not in ("bench", "check", "replay")
+    ):  # these have options of their own
         commands = "\n".join(f"  {name:<8}{text}" for name, (_, text) in COMMANDS.items())
         sys.stdout.write(USAGE.format(commands=commands, recipes=", ".join(recipe_names())))
         return 0

@@ -6,6 +6,7 @@ import sys
 import tempfile
 from collections.abc import Callable
 
+from colo.commands.check_logprobs import logprobs_check
 from colo.commands.launch import count_gpus, torchrun_command
 
 RUN = "colo.commands.check_run"
@@ -36,6 +37,9 @@ def run_check(arguments: list[str]) -> None:
     Raises:
         ValueError: the recipe, an override, the number of ranks or of steps is wrong.
     """
+    if {"-h", "--help"} & set(arguments):
+        sys.stdout.write("usage: colo check run [--steps N] [--ranks N] --config-name RECIPE [option=value ...]\n")
+        return
     num_steps, rest = _take_steps(arguments)
     with tempfile.TemporaryDirectory(prefix="colo-check-") as folder:
         own = [f"run_dir={folder}/run", "resume=never", "eval_every=0", "rollout.save=0", "tracking.tensorboard=false"]
@@ -64,4 +68,5 @@ def _take_steps(arguments: list[str]) -> tuple[int, list[str]]:
 
 CHECKS: dict[str, tuple[Callable[[list[str]], None], str]] = {
     "run": (run_check, "a recipe's own loop: without learning nothing may change, with it both sides must"),
+    "logprobs": (logprobs_check, "a model's engine beside a float32 reference: what raw and processed logprobs are of"),
 }
