@@ -67,6 +67,7 @@ def evaluate(arguments: list[str]) -> None:
     engine = Engine(run.config, run.ranks, run.model_folder, stand_ins)
     or_refused(engine.require_reloadable, run.ranks)
     with engine.awake(folder_tensors(run.model_folder), version=str(run.model_folder)):
+        engine.drop_policy_views()  # the folder's tensors are not needed again
         scores = Evaluator(run).run(engine, "evaluation")
     if run.ranks.is_main:
         result = {

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 
-from colo.config import CORRECTIONS, Config, EngineConfig, check_config
+from colo.config import CORRECTIONS, Config, Distribution, EngineConfig, check_config
 from colo.installed import ENGINE_ARGS, SPECULATIVE_CONFIG, known_choices, known_options
 from colo.ranks import Ranks
 from colo.recipe import RECIPES, config_hash, load_config, recipe_names, to_yaml
@@ -125,6 +125,20 @@ def _first_line(arguments: list[str]) -> str:
         ("gap.stop=nan", "gap.stop must be at least 0, got nan"),
         ("gap.window=1", "gap.window must be at least 2, got 1"),
         ("gap.warn_growth=0.5", "gap.warn_growth must be 0 or above 1, got 0.5"),
+        ("rollout.min_p=1.5", "rollout.min_p must be in [0, 1], got 1.5"),
+        ("rollout.presence_penalty=3", "rollout.presence_penalty must be in [-2, 2], got 3.0"),
+        ("rollout.frequency_penalty=-3", "rollout.frequency_penalty must be in [-2, 2], got -3.0"),
+        ("rollout.repetition_penalty=0", "rollout.repetition_penalty must be above 0, got 0.0"),
+        ("rollout.logprobs=both", "rollout.logprobs must be one of auto, raw, processed, got 'both'"),
+        (
+            "rollout={logprobs: processed, frequency_penalty: 0.5}",
+            "rollout.frequency_penalty must be 0.0 with rollout.logprobs=processed (the policy's side applies no "
+            "penalty), got 0.5",
+        ),
+        (
+            "rollout={carry_over: true, presence_penalty: 0.5}",
+            "rollout.presence_penalty must be 0.0 with rollout.carry_over, got 0.5",
+        ),
         ("rollout.temperature=0.005", "rollout.temperature must be at least 0.01, got 0.005"),
         ("seed=2147483648", "seed must be at most 2147483647, got 2147483648"),
         ("ranks.timeout_s=1e15", "ranks.timeout_s must be above 0 and at most 100000000, got 1000000000000000.0"),
@@ -162,6 +176,45 @@ def _first_line(arguments: list[str]) -> str:
 )
 def test_a_wrong_override_is_refused_in_one_line_that_names_option_limit_and_value(override: str, message: str) -> None:
     assert _first_line([*DEBUG, override]) == message
+
+
+@pytest.mark.parametrize(
+    ("overrides", "mode", "scored", "unscored"),
+    [
+        ([], "processed", Distribution(), {}),
+        (["temperature=0.7"], "processed", Distribution(temperature=0.7), {}),
+        (["temperature=0.7", "logprobs=raw"], "raw", Distribution(), {"temperature": 0.7}),
+        (["temperature=0.7", "top_p=0.9"], "raw", Distribution(), {"temperature": 0.7, "top_p": 0.9}),
+        (["min_p=0.1"], "raw", Distribution(), {"min_p": 0.1}),
+        (["repetition_penalty=1.2"], "raw", Distribution(), {"repetition_penalty": 1.2}),
+        (
+            ["temperature=0.7", "top_p=0.9", "top_k=5", "min_p=0.1", "logprobs=processed"],
+            "processed",
+            Distribution(temperature=0.7, top_p=0.9, top_k=5, min_p=0.1),
+            {},
+        ),
+    ],
+)
+def test_engine_and_policy_score_one_distribution(
+    overrides: list[str], mode: str, scored: Distribution, unscored: dict[str, float]
+) -> None:
+    config = load_config([*DEBUG, "rollout.temperature=1.0", *(f"rollout.{override}" for override in overrides)])
+    assert config.logprobs_mode == f"{mode}_logprobs"
+    assert config.scored == scored
+    assert config.unscored == unscored
+
+
+def test_what_would_need_another_kept_set_is_refused() -> None:
+    truncated = [*DEBUG, "rollout.logprobs=processed", "rollout.top_k=5", "rollout.min_p=0.1", "loss.kl_coef=0.1"]
+    assert _first_line(truncated) == (
+        "loss.kl_coef must be 0 with rollout.logprobs=processed and rollout.top_k, rollout.min_p (the reference would "
+        "drop other tokens), got 0.1"
+    )
+    assert load_config([*truncated, "rollout.logprobs=raw"]).scored == Distribution()
+    drafts = ["+engine.speculative.method=ngram", "+engine.speculative.num_speculative_tokens=2", "rollout.min_p=0.1"]
+    assert _first_line([*DEBUG, *drafts]) == (
+        "rollout.min_p must be 0.0 with engine.speculative (vLLM refuses it there), got 0.1"
+    )
 
 
 START = "defaults: [base, _self_]\n"

@@ -255,4 +255,4 @@ def test_the_policy_scores_what_vllm_reports_for_every_way_to_draw(tiny_models: 
     assert saw["dropped"][0] == pytest.approx(0, abs=1e-6)
     assert min(saw["dropped"][1:]) > 0.05, "each rule must have dropped something"
     plain, *others = saw["penalised"]
-    assert all(other != plain for other in others), "each penalty must reach vLLM"
+    assert [other != plain for other in others] == [True] * 3, (plain[0], [o[0] for o in others])

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
+from colo.commands.launch import count_gpus
 from colo.config import DTYPES, Config, EngineConfig, PolicyConfig, RolloutConfig
 
 RANK = "colo.commands.check_logprobs_rank"
@@ -56,6 +57,9 @@ class Options:
     def config(self, mode: str) -> Config:
         """The engine's configuration in a mode."""
         rollout = replace(self.rollout, logprobs=mode)
+        vllm: dict[str, Any] = {"max_model_len": rollout.max_prompt_tokens + rollout.max_new_tokens}
+        if not count_gpus():
+            vllm["enforce_eager"] = True  # compiling for the CPU takes minutes
         return Config(
             model=str(self.model),
             run_dir="none",
@@ -63,7 +67,7 @@ class Options:
             reward="colo.none",
             num_steps=1,
             rollout=rollout,
-            engine=EngineConfig(vllm={"max_model_len": rollout.max_prompt_tokens + rollout.max_new_tokens}),
+            engine=EngineConfig(vllm=vllm),
             policy=PolicyConfig(compute_dtype=self.dtype),
         )
 

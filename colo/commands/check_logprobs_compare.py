@@ -5,11 +5,12 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import AutoModelForCausalLM
 
 from colo.commands.check_logprobs import BUILT_IN, MODES, Options
 from colo.config import Distribution
-from colo.policy.scorer import Scorer
+from colo.policy.logprobs import token_scores
 from colo.rl.prompts import load_prompts
 from colo.start import check_length, read_tokenizer
 
@@ -48,30 +49,35 @@ def compare(options: Options, sampled: dict[str, list[dict[str, Any]]]) -> dict[
         processed against the reference's own kept set, with `num_outside` tokens that it would have dropped.
     """
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    hf = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32).eval()
-    scorer = Scorer(hf, chunk_tokens=CHUNK_TOKENS).to(device)
+    model: Any = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32).eval()
+    model.to(device)
     kept = options.config("processed").scored
     whole = {"raw": Distribution(), "processed": Distribution(temperature=kept.temperature)}
     result: dict[str, Any] = {"device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"}
     for mode in MODES:
-        result[mode] = _statistics(_differences(scorer, sampled[mode], whole[mode], device)[0])
-    differences, num_outside = _differences(scorer, sampled["processed"], kept, device)
-    return result | {"residual": _statistics(differences) | {"num_outside": num_outside}}
+        against_whole, against_kept, num_outside = [], [], 0
+        for row in sampled[mode]:
+            ids_BT = torch.tensor([row["prompt_token_ids"] + row["token_ids"]], device=device)
+            with torch.no_grad():
+                logits_BTV = model(input_ids=ids_BT, use_cache=False).logits
+            scores = [_scored(logits_BTV, ids_BT, len(row["token_ids"]), one) for one in (whole[mode], kept)]
+            engine_T = torch.tensor(row["logprobs"], dtype=torch.float64)
+            against_whole.append(engine_T - scores[0][0])
+            against_kept.append(engine_T - scores[1][0])
+            num_outside += scores[1][1]
+        result[mode] = _statistics(torch.cat(against_whole))
+        if mode == "processed":
+            result["residual"] = _statistics(torch.cat(against_kept)) | {"num_outside": num_outside}
+    return result
 
 
-def _differences(
-    scorer: Scorer, rows: list[dict[str, Any]], distribution: Distribution, device: torch.device
+def _scored(
+    logits_BTV: torch.Tensor, ids_BT: torch.Tensor, num_tokens: int, distribution: Distribution
 ) -> tuple[torch.Tensor, int]:
-    """Engine minus reference of every sampled token, in float64, and how many tokens the reference would drop."""
-    parts, num_outside = [], 0
-    for row in rows:
-        ids_BT = torch.tensor([row["prompt_token_ids"] + row["token_ids"]], device=device)
-        start = len(row["prompt_token_ids"])
-        with torch.no_grad():
-            scores = scorer(ids_BT, distribution, by_hf=True)
-        parts.append(torch.tensor(row["logprobs"], dtype=torch.float64) - scores.logprobs_BT[0, start:].double().cpu())
-        num_outside += int(scores.is_outside_BT[0, start:].sum())
-    return torch.cat(parts), num_outside
+    """[T] logprobs of the last `num_tokens` tokens, in float64, and how many of them the distribution would drop."""
+    with torch.no_grad():
+        scores = token_scores(logits_BTV, ids_BT, nn.Identity(), distribution=distribution, chunk_tokens=CHUNK_TOKENS)
+    return scores.logprobs_BT[0, -num_tokens:].double().cpu(), int(scores.is_outside_BT[0, -num_tokens:].sum())
 
 
 def _statistics(differences: torch.Tensor) -> dict[str, float]:

@@ -33,7 +33,8 @@ class DraftWeights:
             shared = {tensor.untyped_storage()._cdata for tensor in engine_tensors(parts.model).values()}
             own = engine_tensors(parts.draft).items()
             self._targets = {name: tensor for name, tensor in own if tensor.untyped_storage()._cdata not in shared}
-        self._sums = whole_sums(self._targets)
+        self._sums: dict[str, int] = {}
+        self.keep_as_is()
         self._reloader: Reloader | None = None
 
     def prove_kept(self) -> None:
@@ -70,14 +71,23 @@ class DraftWeights:
             self._reloader = Reloader(
                 self._parts, draft, self._targets, stand_ins, self._folder, self._ranks, self._config.reload
             )
-            if self._reloader.route.lost:
-                lost = shorten(self._reloader.route.lost)
-                raise ValueError(
-                    f"draft_weights must be of a draft that can be written in place, got {lost} that cannot"
-                )
+        lost = self._reloader.route.lost
+        if lost:
+            raise ValueError(
+                f"draft_weights must be of a draft that can be written in place, got {shorten(lost)} that cannot"
+            )
         metrics = self._reloader.reload(handed.items())
-        self._sums = whole_sums(self._targets)
+        self.keep_as_is()
         return metrics
+
+    def keep_as_is(self) -> None:
+        """Take what the draft holds now for what is to be kept."""
+        self._sums = whole_sums(self._targets)
+
+    def drop_policy_views(self) -> None:
+        """Forget every view of what was handed over. Collective."""
+        if self._reloader is not None:
+            self._reloader.drop_policy_views()
 
 
 def _on_meta(value: Tensor | TensorShard) -> Tensor:

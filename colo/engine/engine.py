@@ -83,9 +83,11 @@ class Engine(WeightUpdates):
             EngineStateError: "kv_cache" before "weights".
             ValueError: an unknown tag.
         """
-        for tag in tags if tags is not None else ["weights", "kv_cache"]:
+        tags = tags if tags is not None else ["weights", "kv_cache"]
+        for tag in tags:
             if tag not in ("weights", "kv_cache"):
                 raise ValueError(f"wake_up's tags must be weights or kv_cache, got {tag!r}")
+        for tag in tags:
             is_weights = tag == "weights"
             states.check(self.state, Call.WAKE_WEIGHTS if is_weights else Call.WAKE_KV)
             needed = self.is_sleeping() if is_weights else not self.state.has_kv
@@ -120,10 +122,12 @@ class Engine(WeightUpdates):
         into tensors that the policy does not bring (scales, caches) is kept from then on.
         """
         states.check(self.state, Call.RPC_READ_ONLY if read_only else Call.RPC, in_flight=len(self._requests))
+        if not read_only:
+            self.state = states.stale(self.state, "collective_rpc")  # also where it raises half way
         result = self._parts.llm.collective_rpc(call, args=args)[0]
         if not read_only:
-            self.state = states.stale(self.state, "collective_rpc")
             self._reloader.keep_as_is()
+            self._draft.keep_as_is()
         return result
 
     def abort(self, request_ids: list[str] | None = None) -> list[Completion]:
@@ -151,6 +155,12 @@ class Engine(WeightUpdates):
         states.check(self.state, Call.PAUSE)
         if mode not in PAUSE_MODES:
             raise ValueError(f"mode must be one of {', '.join(PAUSE_MODES)}, got {mode!r}")
+        if mode == "wait" and self._requests:
+            states.check(self.state, Call.STEP)
+            if self.state.paused:
+                raise states.refusal(
+                    self.state, Call.PAUSE, "it is paused, so that nothing would finish", f"call {Call.RESUME}"
+                )
         if mode == "abort":
             self._requests.put_back(self._requests.abort())
         while mode == "wait" and self._requests:
@@ -197,7 +207,8 @@ class Engine(WeightUpdates):
         if self._watch:
             self._watch.note(sampling)
         found = {(completion.slot, completion.sample): completion for completion in self.finished()}
-        completions = [found[request.slot, request.sample] for request in requests]
+        completions = [found.pop((request.slot, request.sample)) for request in requests]
+        self._requests.put_back(list(found.values()))  # those that were submitted by hand before
         require_same_tokens(completions, self._ranks, what)
         return completions
 

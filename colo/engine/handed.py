@@ -24,11 +24,14 @@ def take(
     handed: dict[str, TensorShard] = {}
 
     def check() -> None:
+        twice = []
         for name, value in weights:
+            if name in handed:
+                twice.append(f"{name} twice")
             is_shard = isinstance(value, TensorShard)
             shard = value if is_shard else TensorShard(shape=tuple(value.shape), start=0, local=value.detach())
             handed[name] = shard
-        wrong = [f"{name}, which is none of them" for name in handed if name not in sources]
+        wrong = twice + [f"{name}, which is none of them" for name in handed if name not in sources]
         wrong += [f"no {name}" for name in sources if name not in handed and not is_chunk]
         for name, shard in handed.items():
             wanted, got = sources.get(name), (shard.shape, shard.local.dtype)

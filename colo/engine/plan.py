@@ -234,6 +234,8 @@ def _check_coverage(plan: ReloadPlan, parameters: set[str], targets: dict[str, T
 
 def _times_written(tensor: Tensor, writes: list[Strided]) -> str:
     """ "once", or what is wrong with how often the elements are written."""
+    if not tensor.numel():
+        return "once"
     total = sum(places.numel for places in writes)
     own = Strided(0, tuple(tensor.shape), tuple(tensor.stride()))
     ends = []

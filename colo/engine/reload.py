@@ -17,7 +17,7 @@ from colo.engine.peers import PolicyShards
 from colo.engine.plan import ReloadPlan, record_plan
 from colo.engine.proof import EngineSums, shorten
 from colo.engine.replay import Replay
-from colo.engine.trial import Route, find_route, names_in, write_by_bracket
+from colo.engine.trial import Route, find_route, names_in
 from colo.ranks import Ranks
 from colo.types import NamedTensors, TensorShard
 
@@ -61,7 +61,7 @@ class Reloader:
         self._is_proven_once = False
         self._is_suspect = False
         """The last reload failed, perhaps for views that were not what they seemed: the next one makes them anew."""
-        self._is_held = False
+        self.is_held = False
         """Whether `_held` is of what the engine holds now."""
         num_copies = len(self.plan.copies)
         self._loaded = np.zeros(num_copies, dtype=bool)
@@ -114,12 +114,14 @@ class Reloader:
     def forget(self) -> None:
         """The engine's weights are lost, or about to be overwritten: none counts as loaded."""
         self._loaded[:] = False
-        self._is_held = False
+        self.is_held = False
         self._chunked = {}
 
     def keep_as_is(self) -> None:
         """Take what the policy does not bring, such as calibrated scales, as it is now for what is to be kept."""
         self._sums.keep_as_is()
+        if not self._proves:
+            self.forget()  # no proof would see what else was written
 
     def drop_policy_views(self) -> None:
         """Forget every view of the policy's tensors. Collective."""
@@ -148,7 +150,7 @@ class Reloader:
         shards.refresh(handed)
         replay = self._bound(shards, handed)
         numbers = [number for number, copy in enumerate(self.plan.copies) if copy.source in handed]
-        self._loaded[numbers] = self._is_held = False  # before the write, which may fail half way
+        self._loaded[numbers] = self.is_held = False  # before the write, which may fail half way
         sums, _ = self._write(replay, handed)
         self._chunked |= {number: int(sums[number]) for number in numbers}
         shards.drop()
@@ -182,13 +184,11 @@ class Reloader:
             A digest of this rank's sums.
 
         Raises:
-            RuntimeError: they differ, or nothing was proven: on every rank.
+            RuntimeError: they differ: on every rank.
         """
 
         def compare() -> str:
-            if not self._is_held:
-                raise RuntimeError(f"the last reload was not proven: reload.proof is {self._options.proof}")
-            held, wrong = self._sums.differing(self._held, set(self.route.by_bracket))
+            held, wrong = self._sums.differing(self._held, set())
             if wrong:
                 raise RuntimeError(f"the engine does not hold what was proven: {shorten(wrong)}")
             return hashlib.sha256(held.tobytes()).hexdigest()
@@ -218,7 +218,7 @@ class Reloader:
             The policy's sum of each copy into this rank's engine (zeros where nothing is proven), and the seconds that
             summing took.
         """
-        failure = self._write_by_bracket(replay) if self.route.by_bracket else self._pull(replay)
+        failure = replay.write_by_bracket(self._parts, self._sources) if self.route.by_bracket else replay.pull()
         seconds = 0.0
         own = np.zeros(len(self.plan.copies), dtype=np.int64)
 
@@ -243,23 +243,6 @@ class Reloader:
                 own = own + np.frombuffer(sums[self._ranks.group_rank], dtype=np.int64)
         return own, seconds
 
-    def _pull(self, replay: Replay) -> Exception | None:
-        try:
-            replay.pull()
-        except Exception as error:  # noqa: BLE001 - raised again by `_write`, once every rank knows
-            return error
-        return None
-
-    def _write_by_bracket(self, replay: Replay) -> Exception | None:
-        weights = ((name, replay.whole(name)) for name in self._sources)
-        try:
-            write_by_bracket(self._parts, weights, self.plan, self._targets)
-        except Exception as error:  # noqa: BLE001 - as above; the other ranks still gather what this one left
-            for _ in weights:
-                pass
-            return error
-        return None
-
     def _fill(self) -> None:
         for fill in self.plan.fills:
             fill.places.view_of(self._targets[fill.target]).fill_(fill.value)
@@ -281,7 +264,7 @@ class Reloader:
 
         if proves:
             self._ranks.agreed(compare, "proving the reload")
-            self._is_proven_once = self._is_held = True
+            self._is_proven_once = self.is_held = True
         seconds = time.perf_counter() - started
         touched = {self.plan.copies[number].target for number in numbers}
         packed = [module for module in self.route.packed if touched & self._names_in(module)]

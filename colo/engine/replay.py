@@ -7,12 +7,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from colo.engine.build import VllmParts
 from colo.engine.checksum import ChecksumTable
 from colo.engine.copy_kernel import CopyTable
 from colo.engine.gather import BucketGather, Wanted
 from colo.engine.peers import PolicyShards
 from colo.engine.plan import Copy, ReloadPlan
 from colo.engine.strided import Strided, boxes_within, through
+from colo.engine.trial import write_by_bracket
 from colo.ranks import Ranks
 from colo.types import TensorShard
 
@@ -87,10 +89,18 @@ class Replay:
         """What a reload allocates for its duration."""
         return self._gather.extra_bytes if self._shards.is_gathering else 0
 
-    def pull(self) -> None:
-        """Copy what travels in buckets. Collective; a rank that fails raises after the last round."""
-        if self._shards.is_gathering:
-            self._gather.pull(self._wanted)
+    def pull(self) -> Exception | None:
+        """Copy what travels in buckets. Collective.
+
+        Returns:
+            What went wrong on this rank, which has taken part to the last round all the same.
+        """
+        try:
+            if self._shards.is_gathering:
+                self._gather.pull(self._wanted)
+        except Exception as error:  # noqa: BLE001 - the caller raises it once every rank knows
+            return error
+        return None
 
     def copy(self) -> None:
         """Copy what this rank can read itself, without waiting for the device."""
@@ -104,6 +114,21 @@ class Replay:
         local = self._shards.local_of(self._ranks.rank, name)
         assert local is not None, f"{name} must be among what this rank was handed"
         return local
+
+    def write_by_bracket(self, parts: VllmParts, names: Iterable[str]) -> Exception | None:
+        """Write every source, whole, by vLLM's own reload. Collective; returns as `pull`."""
+        left = iter(names)
+        weights = ((name, self.whole(name)) for name in left)
+        try:
+            write_by_bracket(parts, weights, self._plans[self._ranks.group_rank], self._targets)
+        except Exception as error:  # noqa: BLE001 - as above
+            for name in left:  # the other ranks still gather these
+                try:
+                    self.whole(name)
+                except Exception as another:  # noqa: BLE001 - as above
+                    error.add_note(f"and then, gathering {name}: {another}")
+            return error
+        return None
 
     def source_sums(self, handed: dict[str, TensorShard]) -> tuple[list[np.ndarray], np.ndarray]:
         """Sums over the tensors that this rank was handed now; the addresses in the table of copies may be stale.

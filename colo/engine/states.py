@@ -121,7 +121,12 @@ def check(state: EngineState, call: Call, *, in_flight: int = 0, depth: str = ""
     """
     reason = _reason(state, call, in_flight, depth)
     if reason:
-        raise EngineStateError(f"engine is {state}: {call} is refused ({reason[0]}); {reason[1]}")
+        raise refusal(state, call, *reason)
+
+
+def refusal(state: EngineState, call: Call, why: str, next_call: str) -> EngineStateError:
+    """What a refused call raises."""
+    return EngineStateError(f"engine is {state}: {call} is refused ({why}); {next_call}")
 
 
 def _reason(state: EngineState, call: Call, in_flight: int, depth: str) -> tuple[str, str] | None:
@@ -203,10 +208,8 @@ def updating(state: EngineState) -> EngineState:
 
 def unfinished(state: EngineState, missing: str) -> EngineStateError:
     """The refusal of a finish that would leave weights which no chunk brought and which no proof knows."""
-    return EngineStateError(
-        f"engine is {state}: {Call.FINISH_UPDATE} is refused (no chunk brought {missing}); call {Call.UPDATE} with "
-        f"them, or {Call.CANCEL_UPDATE}"
-    )
+    next_call = f"call {Call.UPDATE} with them, or {Call.CANCEL_UPDATE}"
+    return refusal(state, Call.FINISH_UPDATE, f"no chunk brought {missing}", next_call)
 
 
 def paused(state: EngineState, *, is_paused: bool) -> EngineState:

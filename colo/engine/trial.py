@@ -44,18 +44,24 @@ def find_route(
     problems: dict[str, str] = {}
     for told in ranks.gather(plan.problems, "comparing the reload plans"):
         problems |= told
+    route = Route()
     if parts.has_random_weights:
         logger.info("the model has random weights: the reload was not tried with the folder's own tensors")
-        route = Route(by_bracket=problems, packed=expert_modules(model) if parts.on_cpu else [])
+        route.packed = expert_modules(model) if parts.on_cpu else []
     else:
-        route = Route()
-        changed = trial.changed(lambda: write_by_plan(plan, targets, folder_tensors(folder)), route)
+
+        def write() -> None:
+            missing = write_by_plan(plan, targets, folder_tensors(folder))
+            if missing:
+                raise ValueError(f"model must be a folder with every tensor of its plan, got one without {missing[0]}")
+
+        changed = trial.changed(write, route)
         problems = dict.fromkeys(changed, "laid out anew by vLLM after it loads") | problems
-        if problems:
-            if model is not parts.model:  # vLLM's reload is of the target alone
-                route.lost = sorted(problems)
-                return route
-            route.by_bracket = problems
+    if problems and model is not parts.model:  # vLLM's reload is of the target alone
+        route.lost = [name or "every parameter" for name in sorted(problems)]
+    elif problems:
+        route.by_bracket = problems
+        if not parts.has_random_weights:
             route.lost = trial.changed(lambda: write_by_bracket(parts, folder_tensors(folder), plan, targets), route)
     if route.by_bracket and not route.lost:
         reasons = [f"{name or 'every parameter'}: {why}" for name, why in sorted(route.by_bracket.items())]
@@ -106,17 +112,18 @@ def names_in(module: nn.Module, targets: dict[str, Tensor]) -> list[str]:
     return [name for name, tensor in targets.items() if tensor.untyped_storage()._cdata in storages]
 
 
-def write_by_plan(plan: ReloadPlan, targets: dict[str, Tensor], weights: Iterable[tuple[str, Tensor]]) -> None:
-    """Write whole tensors through the plan, one at a time."""
+def write_by_plan(plan: ReloadPlan, targets: dict[str, Tensor], weights: Iterable[tuple[str, Tensor]]) -> list[str]:
+    """Write whole tensors through the plan, one at a time; return the sources that were not among them."""
     by_source: dict[str, list[tuple[Tensor, int]]] = {}
     for number, copy in enumerate(plan.copies):
         by_source.setdefault(copy.source, []).append((copy.places.view_of(targets[copy.target]), number))
     with torch.no_grad():
         for name, tensor in weights:
-            for place, number in by_source.get(name, []):
+            for place, number in by_source.pop(name, []):
                 place.copy_(plan.copies[number].read.view_of(tensor.contiguous()))
         for fill in plan.fills:
             fill.places.view_of(targets[fill.target]).fill_(fill.value)
+    return sorted(by_source)
 
 
 def write_by_bracket(
@@ -128,8 +135,10 @@ def write_by_bracket(
     """
     kept = {name: targets[name].clone() for name in plan.kept}
     with torch.no_grad():
-        parts.llm.collective_rpc(
-            "reload_weights", kwargs={"weights_iterator": iter(weights), "is_checkpoint_format": True}
-        )
-        for name, value in kept.items():
-            targets[name].copy_(value)
+        try:
+            parts.llm.collective_rpc(
+                "reload_weights", kwargs={"weights_iterator": iter(weights), "is_checkpoint_format": True}
+            )
+        finally:
+            for name, value in kept.items():
+                targets[name].copy_(value)

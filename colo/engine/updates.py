@@ -73,7 +73,8 @@ class WeightUpdates:
             RuntimeError: a rank failed, or an engine does not hold what the policy does: on every rank. The engine
                 stays STALE until a reload passes.
         """
-        states.check(self.state, Call.RELOAD, in_flight=len(self._requests))
+        self._check_quiet(Call.RELOAD)
+        self.require_reloadable()
         self.state = states.stale(self.state, "a reload did not finish")
         self._timings.add(self._reloader.reload(weights))
         if draft_weights is not None:
@@ -89,7 +90,8 @@ class WeightUpdates:
             EngineStateError: asleep, inside another update, or with requests in flight.
             RuntimeError: the model is reloaded whole, by vLLM's own reload.
         """
-        states.check(self.state, Call.START_UPDATE, in_flight=len(self._requests))
+        self._check_quiet(Call.START_UPDATE)
+        self.require_reloadable()
         self._reloader.start()
         self.state = states.updating(self.state)
 
@@ -134,9 +136,11 @@ class WeightUpdates:
     def drop_policy_views(self) -> None:
         """Forget where the policy's tensors lie, on every rank, so that they may be freed or moved. Collective.
 
-        The next reload exchanges layouts and memory handles anew.
+        What a reload was handed is held until the next one or this. The next reload exchanges layouts and memory
+        handles anew.
         """
         self._reloader.drop_policy_views()
+        self._draft.drop_policy_views()
 
     def update_weight_version(self, label: str) -> None:
         """Change the label of the loaded weights, and nothing else."""
@@ -146,13 +150,19 @@ class WeightUpdates:
             self.state = states.after_reload(self.state, label)
 
     def reset_prefix_cache(self) -> None:
-        """Forget cached prefixes: their KV is of other weights.
+        """Forget cached prefixes: their KV is of other weights. Collective.
 
         Raises:
-            RuntimeError: blocks are in use, so that vLLM kept them.
+            RuntimeError: blocks are in use, so that vLLM kept them: on every rank, and the engine is STALE.
         """
-        if not self._parts.llm.reset_prefix_cache(reset_running_requests=bool(self._requests)):
-            raise RuntimeError("the prefix cache was not reset: blocks are in use")
+
+        def reset() -> None:
+            if not self._parts.llm.reset_prefix_cache(reset_running_requests=bool(self._requests)):
+                raise RuntimeError("the prefix cache was not reset: blocks are in use")
+
+        before, self.state = self.state, states.stale(self.state, "the prefix cache was not reset")
+        self._ranks.agreed(reset, "resetting the prefix cache")
+        self.state = before
 
     def prove(self) -> str:
         """Show again that the engine holds what was last proven, after a change of the label, say. Collective.
@@ -162,21 +172,29 @@ class WeightUpdates:
 
         Raises:
             EngineStateError: no weights are loaded.
-            RuntimeError: they are others than at the last proof: on every rank, and the engine is STALE.
+            RuntimeError: they are others than at the last proof: on every rank, and the engine is STALE. Or the last
+                reload was not proven, by `reload.proof`.
         """
         states.check(self.state, Call.PROVE)
+        if not self._reloader.is_held:
+            raise RuntimeError("there is no proof to compare with: reload.proof left out the last reload")
         before, self.state = self.state, states.stale(self.state, "a proof failed")
         digest = self._reloader.prove_again()
         self._draft.prove_kept()
         self.state = before
         return digest
 
+    def _check_quiet(self, call: Call) -> None:
+        """Refuse a call on every rank where one of them has requests in flight: replicas may have different ones."""
+        states.check(self.state, call)
+        counts = self._ranks.gather(len(self._requests), f"{call}: counting requests in flight")
+        states.check(self.state, call, in_flight=max(counts))
+
     def _set_loaded(self, version: str) -> None:
         self._parts.llm.update_weight_version(version)
-        self.state = states.after_reload(self.state, version)
-        if not self.state.has_kv:
-            return
-        if self._keeps_kv and self._requests:
+        is_kept = self._keeps_kv and self._ranks.any(bool(self._requests), "looking for kept requests")
+        if self.state.has_kv and is_kept:
             self._timings.add({"engine/stale_kv_requests": float(len(self._requests))})
-        else:
+        elif self.state.has_kv:
             self.reset_prefix_cache()  # what is in flight is computed again
+        self.state = states.after_reload(self.state, version)
