@@ -85,6 +85,7 @@ def _life_with_a_draft(ranks: Ranks, folder: Path) -> dict[str, Any]:
     saw["greedy"] = [tokens for tokens, _ in phases]
     saw["draft_kept"] = _is_same(parts.draft, built)
     saw |= _sample(engine, ranks, folder, weights)
+    saw["trained"] = _train_the_draft(engine, folder, weights, built)
     saw["lost"] = _lose_the_draft(engine, weights, built)
     engine.close()
     return saw
@@ -108,6 +109,27 @@ def _sample(engine: Engine, ranks: Ranks, folder: Path, weights: dict[str, torch
     }
 
 
+def _train_the_draft(
+    engine: Engine, folder: Path, weights: dict[str, torch.Tensor], built: dict[str, torch.Tensor]
+) -> dict[str, bool]:
+    """A draft that comes with the policy's weights; then a cycle without it; then the first one again."""
+    draft, first = engine._parts.draft, load_file(folder / "model.safetensors")
+    assert draft is not None
+    trained = {name: tensor * 1.25 for name, tensor in first.items()}
+    with engine.awake(weights.items(), "0", draft_weights=trained.items()):
+        held = _bytes_of(draft)
+    with torch.no_grad():
+        draft.load_weights(trained.items())  # type: ignore[operator]
+    is_loaded = _is_same(draft, held)
+    with engine.awake(weights.items(), "0"):
+        is_kept = _is_same(draft, held)
+    with pytest.raises(ValueError, match="weights must be the tensors that the engine was built for, got no "):
+        engine._draft.reload(list(trained.items())[:3])
+    with engine.awake(weights.items(), "0", draft_weights=first.items()):
+        pass
+    return {"is_loaded": is_loaded, "is_kept": is_kept, "is_back": _is_same(draft, built)}
+
+
 def _lose_the_draft(engine: Engine, weights: dict[str, torch.Tensor], built: dict[str, torch.Tensor]) -> dict[str, Any]:
     """A little noise in the draft; a reload over it; and so much noise that nothing is right."""
     draft = engine._parts.draft
@@ -129,8 +151,19 @@ def _life_with_ngram(ranks: Ranks, folder: Path) -> dict[str, Any]:
     weights = _weights(folder)
     phases = [_phase(engine, weights) for _ in range(2)]
     parts = engine._parts
-    engine.wake_up()
     attention = next(module for module in parts.model.modules() if hasattr(module, "_k_scale"))
+
+    def calibrate(worker: Any) -> None:
+        attention.get_buffer("_k_scale").fill_(0.5)
+        attention.get_buffer("_v_scale").fill_(0.75)
+
+    engine.wake_up()
+    engine.reload(weights.items(), "0")
+    engine.collective_rpc(calibrate)
+    engine.sleep()
+    _phase(engine, weights)
+    by_engine = [attention.get_buffer(name).item() for name in ("_k_scale", "_v_scale")]
+    engine.wake_up()
     attention.get_buffer("_k_scale").fill_(0.125)
     attention.get_buffer("_v_scale").fill_(0.25)
     parts.model.register_buffer("router_bias", torch.arange(8.0))
@@ -142,6 +175,7 @@ def _life_with_ngram(ranks: Ranks, folder: Path) -> dict[str, Any]:
         "kept": list(engine._parts.kept),
         "metrics": [metrics for _, metrics in phases],
         "greedy": phases[-1][0],
+        "scales_by_engine": by_engine,
         "scales": [attention.get_buffer(name).item() for name in ("_k_scale", "_v_scale")],
         "bias": parts.model.get_buffer("router_bias").tolist(),
     }
@@ -191,6 +225,10 @@ def test_tokens_sampled_through_a_draft_are_the_policys(life: list[dict[str, Any
         assert rank["sampled_metrics"]["draft/num_draft_tokens"] > 64
 
 
+def test_a_draft_that_is_trained_is_reloaded_through_a_plan_of_its_own(life: list[dict[str, Any]]) -> None:
+    assert all(rank["trained"] == {"is_loaded": True, "is_kept": True, "is_back": True} for rank in life)
+
+
 def test_a_lost_draft_changes_no_token_and_is_seen(life: list[dict[str, Any]]) -> None:
     for rank in life:
         lost = rank["lost"]
@@ -211,6 +249,7 @@ def test_ngram_runs_through_and_is_counted(ngram_life: dict[str, Any], life: lis
 
 
 def test_calibrated_scales_and_other_buffers_survive_level_2(ngram_life: dict[str, Any]) -> None:
+    assert ngram_life["scales_by_engine"] == [0.5, 0.75]
     assert ngram_life["scales"] == [0.125, 0.25]
     assert ngram_life["bias"] == list(range(8))
 

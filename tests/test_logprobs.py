@@ -237,9 +237,9 @@ def _engine_and_policy(ranks: Ranks, folder: Path) -> dict[str, Any]:
             saw["gaps"].append(sorted(gaps))
             saw["num_outside"].append(num_outside)
             saw["dropped"].append(sum(dropped) / len(dropped))
-        penalties = [{}, {"presence_penalty": -2.0}, {"frequency_penalty": -2.0}, {"repetition_penalty": 0.1}]
+        penalties = [{}, {"presence_penalty": 1.0}, {"frequency_penalty": 1.0}, {"repetition_penalty": 1.5}]
         saw["penalised"] = [
-            [c.token_ids for c in engine.generate(make_requests(0, max_new_tokens=24), replace(GREEDY, **penalty))]
+            [c.logprobs for c in engine.generate(make_requests(0, max_new_tokens=24), replace(GREEDY, **penalty))]
             for penalty in penalties
         ]
     engine.close()
@@ -255,4 +255,4 @@ def test_the_policy_scores_what_vllm_reports_for_every_way_to_draw(tiny_models: 
     assert saw["dropped"][0] == pytest.approx(0, abs=1e-6)
     assert min(saw["dropped"][1:]) > 0.05, "each rule must have dropped something"
     plain, *others = saw["penalised"]
-    assert [other != plain for other in others] == [True] * 3, (plain[0], [o[0] for o in others])
+    assert all(other != plain for other in others), "each penalty must reach vLLM"

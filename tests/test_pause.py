@@ -47,6 +47,7 @@ def _life(ranks: Ranks, folder: Path) -> dict[str, Any]:
     engine.wake_up()
     engine.reload(weights.items(), "a")
     saw: dict[str, Any] = {"whole": _told(engine.generate(make_requests(0, max_new_tokens=NUM_TOKENS), SAMPLING))}
+    saw["on_one_rank"] = _on_one_rank(engine, weights, is_there=ranks.rank == 1)
     saw["abort"] = _abort(engine)
     saw["keep"] = {way: _keep(engine, weights, way) for way in ("nothing", "reload", "none", "1", "2", "label")}
     saw["modes"] = _modes(engine)
@@ -55,6 +56,19 @@ def _life(ranks: Ranks, folder: Path) -> dict[str, Any]:
     saw["cached"] = _cached(engine, weights)
     engine.close()
     return saw
+
+
+def _on_one_rank(engine: Engine, weights: Weights, *, is_there: bool) -> list[str]:
+    """What is refused while one replica alone has a request in flight, and what a second pause is told."""
+    if is_there or engine._ranks.tensor_parallel_size > 1:
+        engine.submit(make_requests(0)[0], SAMPLING)
+    told = [refusal(lambda: engine.reload(weights.items(), "b")), refusal(engine.start_weight_update)]
+    engine.pause_generation("keep")
+    if is_there:
+        told.append(refusal(lambda: engine.pause_generation("wait")))
+    engine.abort()
+    engine.resume_generation()
+    return told
 
 
 def _abort(engine: Engine) -> dict[str, Any]:
@@ -162,6 +176,12 @@ def _cached(engine: Engine, weights: Weights) -> list[int]:
 def life(request: pytest.FixtureRequest, tiny_models: dict[str, Path]) -> list[dict[str, Any]]:
     """What each of two ranks saw of its engine, or of the engine that they share."""
     return run_ranks(_life, tiny_models["llama"], tensor_parallel_size=request.param)
+
+
+def test_a_request_on_one_rank_is_refused_on_every_rank(life: list[dict[str, Any]]) -> None:
+    for rank in life:
+        assert all("1 requests are in flight" in message for message in rank["on_one_rank"][:2])
+    assert "pause_generation is refused (it is paused, so that nothing would finish)" in life[1]["on_one_rank"][2]
 
 
 def test_an_aborted_request_says_what_it_has_so_far(life: list[dict[str, Any]]) -> None:
