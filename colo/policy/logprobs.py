@@ -42,7 +42,7 @@ def token_scores(
         head: [N, H] to [N, V] logits; recomputed in the backward pass.
         distribution: What the logprobs are of.
         chunk_tokens: Tokens whose logits exist at a time, in the backward pass too. Where tokens are dropped a chunk
-            is sorted, which takes about five times the memory of its logits.
+            is sorted, which takes several times the memory of its logits.
     """
     num_rows = token_ids_BT.shape[0]
     hidden_NH = hidden_BTH.flatten(0, 1)
