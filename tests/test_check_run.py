@@ -97,7 +97,8 @@ def _checked(ranks: Ranks, folder: Path, kind: type[Policy]) -> tuple[list[str],
     return _failed(rows), [row.seen for row in rows if not row.is_ok]
 
 
-@pytest.mark.parametrize("kind", [Drifting, pytest.param(Snapshot, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [Drifting, Snapshot])
 def test_weights_that_drift_or_stand_still_are_found(tiny_models: dict[str, Path], kind: type[Policy]) -> None:
     for failed, seen in run_ranks(_checked, tiny_models["qwen3"], kind):
         if kind is Drifting:

@@ -19,8 +19,9 @@ from colo.types import Request
 from tests.engines import GREEDY, PROMPT, SAMPLING, engine_config, gap_to_transformers, make_requests, refusal
 from tests.ranks import run_ranks
 
-CASES = [("qwen3", 1), ("llama", 2), ("qwen3_moe", 1)]
-SLOW_CASES = [("qwen3", 2), ("qwen3_moe", 2), ("qwen2", 1), ("qwen2", 2), ("gemma3", 1), ("gemma3", 2), ("llama", 1)]
+CASES = [("qwen3", 1), ("llama", 2)]
+SLOW_CASES = [("qwen3_moe", 1), ("qwen3_moe", 2), ("qwen2", 1), ("gemma3", 2)]
+"""`test_reload.py` takes every family at both sizes through its cycles."""
 
 
 def _more_than_a_step_takes() -> list[Request]:
