@@ -36,7 +36,7 @@ eval: .venv/.installed  ## Score held-out prompts: make eval RECIPE=... ARGS="mo
 show: .venv/.installed  ## Print every option of RECIPE with its value
 	@$(BIN)/colo show --config-name $(RECIPE) $(ARGS)
 
-test: .venv/.installed  ## Test, in a few minutes, without a GPU
+test: .venv/.installed  ## Test without a GPU, and without the slow tests
 	OMP_NUM_THREADS=1 $(BIN)/pytest -v -m "not slow and not gpu" $(ARGS)
 
 test-all: lint types  ## Everything that needs no GPU: lint, types, all tests
