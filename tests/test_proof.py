@@ -126,7 +126,7 @@ def _engine_faults(bench: Bench) -> dict[str, Any]:
 
     saw = {"flipped bit": bench.failed_after(replay, "copy", flip)}
     saw["swapped rows"] = bench.failed_after(bench.reloader._replay, "copy", swap)
-    saw["padding"] = bench.failed_after(bench.reloader, "_fill", pad)
+    saw["padding"] = bench.failed_after(bench.reloader.plan, "write_fills", pad)
     for name in (SCALE, CACHE):
         before = tensors[name].clone()
         if bench.is_planted:

@@ -1,14 +1,11 @@
 """colo bench: what the parts of a step cost, beside what the machine can do and beside other ways."""
 
 import argparse
-import os
-import sys
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn
 
-from colo.commands.launch import count_gpus
+from colo.commands.arguments import Commands, Parser, run_named
+from colo.commands.launch import become_torchrun, check_ranks, count_gpus, torchrun
 from colo.config import DTYPES, PolicyConfig
 
 SHAPES = ("qwen3-0.6b", "qwen3-8b", "qwen3-moe-64", "tiny", "tiny-moe")
@@ -39,14 +36,7 @@ def bench_command(arguments: list[str]) -> None:
     Raises:
         ValueError: no such benchmark, or an option of it is wrong.
     """
-    name, *rest = arguments or ["--help"]
-    if name in ("-h", "--help"):
-        listed = "\n".join(f"  {known:<8}{text}" for known, (_, text) in BENCHMARKS.items())
-        sys.stdout.write(f"usage: colo bench BENCHMARK [options]\n\nbenchmarks:\n{listed}\n")
-        return
-    if name not in BENCHMARKS:
-        raise ValueError(f"the benchmark must be one of {', '.join(BENCHMARKS)}, got {name!r}")
-    BENCHMARKS[name][0](rest)
+    run_named("benchmark", "bench", BENCHMARKS, arguments)
 
 
 def launch_reload(arguments: list[str]) -> None:
@@ -58,13 +48,7 @@ def launch_reload(arguments: list[str]) -> None:
     if {"-h", "--help"} & set(arguments):
         reload_parser().print_help()
         return
-    command = reload_command(arguments, count_gpus())
-    # As for `colo train`: torchrun sets it for several ranks, and says so in a banner.
-    if "--nproc-per-node=1" not in command:
-        os.environ.setdefault("OMP_NUM_THREADS", "1")
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    sys.stdout.flush()
-    os.execv(command[0], command)
+    become_torchrun(reload_command(arguments, count_gpus()))
 
 
 def reload_command(arguments: list[str], num_gpus: int) -> list[str]:
@@ -74,10 +58,8 @@ def reload_command(arguments: list[str], num_gpus: int) -> list[str]:
         ValueError: an option is wrong, or there are fewer GPUs than ranks.
     """
     ranks = read_reload_options(arguments).num_ranks or 1
-    if num_gpus and ranks > num_gpus:
-        raise ValueError(f"--ranks must be at most the number of GPUs {num_gpus}, got {ranks}")
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-    return [*torchrun, "-m", RELOAD, *arguments]
+    check_ranks(ranks, num_gpus)
+    return torchrun(RELOAD, arguments, ranks)
 
 
 def read_reload_options(arguments: list[str]) -> ReloadOptions:
@@ -111,7 +93,7 @@ def read_reload_options(arguments: list[str]) -> ReloadOptions:
 def reload_parser() -> argparse.ArgumentParser:
     """What `colo bench reload` takes; values are checked later, so that all refusals read alike."""
     usual = PolicyConfig()
-    parser = _Parser(prog="colo bench reload", description=BENCHMARKS["reload"][1], allow_abbrev=False)
+    parser = Parser(prog="colo bench reload", description=BENCHMARKS["reload"][1])
     parser.add_argument("--model", default="", metavar="FOLDER", help="a model in the Hugging Face layout")
     parser.add_argument("--shape", default="", help=f"instead, random weights: {', '.join(SHAPES)}")
     parser.add_argument("--policy-dtype", default=usual.dtype, help="float32 or bfloat16 (default %(default)s)")
@@ -120,11 +102,6 @@ def reload_parser() -> argparse.ArgumentParser:
     parser.add_argument("--ranks", default="", help="processes on this host, which share the policy (default 1)")
     parser.add_argument("--json", default="", metavar="FILE", help="write every number there too")
     return parser
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise ValueError(f"bench reload: {message}")
 
 
 def _one_of(option: str, value: str, choices: tuple[str, ...]) -> None:
@@ -138,6 +115,6 @@ def _count(option: str, text: str) -> int:
     return int(text)
 
 
-BENCHMARKS: dict[str, tuple[Callable[[list[str]], None], str]] = {
+BENCHMARKS: Commands = {
     "reload": (launch_reload, "write a policy's weights into an engine, by each way that there is"),
 }

@@ -4,8 +4,8 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
 
+from colo.commands.arguments import Commands, run_named
 from colo.commands.check_logprobs import logprobs_check
 from colo.commands.launch import count_gpus, torchrun_command
 
@@ -21,14 +21,7 @@ def check_command(arguments: list[str]) -> None:
     Raises:
         ValueError: no such check, or an option of it is wrong.
     """
-    name, *rest = arguments or ["--help"]
-    if name in ("-h", "--help"):
-        listed = "\n".join(f"  {known:<10}{text}" for known, (_, text) in CHECKS.items())
-        sys.stdout.write(f"usage: colo check CHECK [options]\n\nchecks:\n{listed}\n")
-        return
-    if name not in CHECKS:
-        raise ValueError(f"the check must be one of {', '.join(CHECKS)}, got {name!r}")
-    CHECKS[name][0](rest)
+    run_named("check", "check", CHECKS, arguments)
 
 
 def run_check(arguments: list[str]) -> None:
@@ -66,7 +59,7 @@ def _take_steps(arguments: list[str]) -> tuple[int, list[str]]:
     return int(text), rest
 
 
-CHECKS: dict[str, tuple[Callable[[list[str]], None], str]] = {
+CHECKS: Commands = {
     "run": (run_check, "a recipe's own loop: without learning nothing may change, with it both sides must"),
     "logprobs": (logprobs_check, "a model's engine beside a float32 reference: what raw and processed logprobs are of"),
 }

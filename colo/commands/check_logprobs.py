@@ -10,8 +10,9 @@ import sys
 import tempfile
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
+from colo.commands.arguments import Parser
 from colo.commands.launch import count_gpus
 from colo.config import DTYPES, Config, EngineConfig, PolicyConfig, RolloutConfig
 
@@ -70,11 +71,6 @@ class Options:
             engine=EngineConfig(vllm=vllm),
             policy=PolicyConfig(compute_dtype=self.dtype),
         )
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise ValueError(f"check logprobs: {message}")
 
 
 def logprobs_check(arguments: list[str]) -> None:
@@ -146,7 +142,7 @@ def read_options(arguments: list[str]) -> Options:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(prog="colo check logprobs", description=__doc__, allow_abbrev=False)
+    parser = Parser(prog="colo check logprobs", description=__doc__)
     parser.add_argument("--model", required=True, metavar="FOLDER", help="a model in the Hugging Face layout")
     parser.add_argument("--prompts", default="", metavar="FILE", help="JSONL with prompt or messages (else built-in)")
     parser.add_argument("--num-prompts", type=int, default=len(BUILT_IN), help="the first N (default %(default)s)")

@@ -4,6 +4,7 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from colo.config import check_config
@@ -51,6 +52,11 @@ def _launch(module: str, arguments: list[str]) -> None:
     compare(load_config(_split(arguments)[1]))
     # Not --shutdown-timeout: torch before 2.12 knows neither, and would stop at the flag.
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(SHUTDOWN_TIMEOUT_S))
+    become_torchrun(command)
+
+
+def become_torchrun(command: list[str]) -> None:
+    """Run a torchrun command line in the place of this process; does not return."""
     if "--nproc-per-node=1" not in command:
         os.environ.setdefault("OMP_NUM_THREADS", "1")  # as torchrun sets it for several ranks, with a banner
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # its warnings speak of torch's own set-up, once a rank
@@ -70,12 +76,35 @@ def torchrun_command(module: str, arguments: list[str], num_gpus: int) -> list[s
     """
     options, rest = _split(arguments)
     ranks = _whole_number("--ranks", options.pop("ranks", str(num_gpus or RANKS_WITHOUT_GPU)))
-    if num_gpus and ranks > num_gpus:
-        raise ValueError(f"--ranks must be at most the number of GPUs {num_gpus}, got {ranks}")
+    check_ranks(ranks, num_gpus)
     num_nodes = _whole_number("--nnodes", options.get("nnodes", "1"))
     check_config(load_config(rest), ranks * num_nodes, is_training=module == TRAIN)
     nodes = [f"--{name}={value}" for name, value in options.items()] or ["--standalone"]
-    return [sys.executable, "-m", "torch.distributed.run", *nodes, f"--nproc-per-node={ranks}", "-m", module, *rest]
+    return torchrun(module, rest, ranks, nodes)
+
+
+def check_ranks(ranks: int, num_gpus: int) -> None:
+    """Refuse more ranks than this host has GPUs; without any, they share its cores.
+
+    Raises:
+        ValueError: as said.
+    """
+    if num_gpus and ranks > num_gpus:
+        raise ValueError(f"--ranks must be at most the number of GPUs {num_gpus}, got {ranks}")
+
+
+def torchrun(module: str, arguments: list[str], ranks: int, nodes: Sequence[str] = ("--standalone",)) -> list[str]:
+    """The command line of torchrun for a module; `nodes` are torchrun's own options."""
+    return [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        *nodes,
+        f"--nproc-per-node={ranks}",
+        "-m",
+        module,
+        *arguments,
+    ]
 
 
 def count_gpus() -> int:

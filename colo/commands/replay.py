@@ -1,13 +1,11 @@
 """colo replay: train again on a rollout that a run saved, from the weights it had then, without an engine."""
 
 import argparse
-import os
-import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn
 
-from colo.commands.launch import RANKS_WITHOUT_GPU, count_gpus
+from colo.commands.arguments import Parser
+from colo.commands.launch import RANKS_WITHOUT_GPU, become_torchrun, check_ranks, count_gpus, torchrun
 from colo.resume import CONFIG, rollout_path
 
 REPLAY = "colo.commands.replay_step"
@@ -32,13 +30,7 @@ def replay_command(arguments: list[str]) -> None:
     if {"-h", "--help"} & set(arguments):
         replay_parser().print_help()
         return
-    command = replay_torchrun(arguments, count_gpus())
-    # As for `colo train`: torchrun sets it for several ranks, and says so in a banner.
-    if "--nproc-per-node=1" not in command:
-        os.environ.setdefault("OMP_NUM_THREADS", "1")
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    sys.stdout.flush()
-    os.execv(command[0], command)
+    become_torchrun(replay_torchrun(arguments, count_gpus()))
 
 
 def replay_torchrun(arguments: list[str], num_gpus: int) -> list[str]:
@@ -48,10 +40,8 @@ def replay_torchrun(arguments: list[str], num_gpus: int) -> list[str]:
         ValueError: as `read_replay_options`, or there are fewer GPUs than ranks.
     """
     ranks = read_replay_options(arguments).num_ranks or num_gpus or RANKS_WITHOUT_GPU
-    if num_gpus and ranks > num_gpus:
-        raise ValueError(f"--ranks must be at most the number of GPUs {num_gpus}, got {ranks}")
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-    return [*torchrun, "-m", REPLAY, *arguments]
+    check_ranks(ranks, num_gpus)
+    return torchrun(REPLAY, arguments, ranks)
 
 
 def read_replay_options(arguments: list[str]) -> ReplayOptions:
@@ -84,10 +74,9 @@ def replayable_steps(run_dir: Path) -> list[int]:
 
 def replay_parser() -> argparse.ArgumentParser:
     """What `colo replay` takes; values are checked later, so that all refusals read alike."""
-    parser = _Parser(
+    parser = Parser(
         prog="colo replay",
         description="Train on a saved rollout, without an engine; print the step's metrics as one JSON line.",
-        allow_abbrev=False,
     )
     parser.add_argument("run_dir", metavar="RUN_DIR", help="of a run with rollout.save")
     parser.add_argument("--step", required=True, metavar="N", help="the step whose rollout is trained on")
@@ -98,11 +87,6 @@ def replay_parser() -> argparse.ArgumentParser:
         "as the run had, the numbers are the run's",
     )
     return parser
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise ValueError(f"replay: {message}")
 
 
 def _has_weights(run_dir: Path, step: int) -> bool:

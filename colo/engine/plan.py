@@ -57,6 +57,11 @@ class ReloadPlan:
     problems: dict[str, str] = field(default_factory=dict)
     """Why an engine tensor cannot be written by copies and fills; under "" what holds for all of them."""
 
+    def write_fills(self, targets: dict[str, Tensor]) -> None:
+        """Write the constants."""
+        for fill in self.fills:
+            fill.places.view_of(targets[fill.target]).fill_(fill.value)
+
 
 def engine_tensors(model: nn.Module) -> dict[str, Tensor]:
     """The parameters and buffers of vLLM's model, tied ones once."""

@@ -105,7 +105,7 @@ class Reloader:
         return {
             "switch/reload_s": time.perf_counter() - started - prove_s,
             "switch/prove_s": prove_s,
-            "reload/bytes": float(moved.own + moved.peer + moved.gather),
+            "reload/bytes": float(moved.total),
             "reload/peer_bytes": float(moved.peer),
             "reload/gather_bytes": float(moved.gather),
             "reload/extra_bytes": float(self._replay.extra_bytes),
@@ -173,7 +173,7 @@ class Reloader:
         sums = self._held.copy()
         for number, value in self._chunked.items():
             sums[number] = value
-        self._fill()
+        self.plan.write_fills(self._targets)
         self._settle(sums, self._chunked)
         self._chunked = {}
 
@@ -228,7 +228,7 @@ class Reloader:
                 raise failure
             if not self.route.by_bracket:
                 replay.copy()
-                self._fill()
+                self.plan.write_fills(self._targets)
             self._parts.synchronize()
             started = time.perf_counter()
             spread: list[np.ndarray] = []
@@ -242,10 +242,6 @@ class Reloader:
             if sums:
                 own = own + np.frombuffer(sums[self._ranks.group_rank], dtype=np.int64)
         return own, seconds
-
-    def _fill(self) -> None:
-        for fill in self.plan.fills:
-            fill.places.view_of(self._targets[fill.target]).fill_(fill.value)
 
     def _settle(self, sums: np.ndarray, numbers: Iterable[int]) -> float:
         """Prove that the engine holds `sums`, and make what was just written ready to use. Collective.

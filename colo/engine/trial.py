@@ -121,8 +121,7 @@ def write_by_plan(plan: ReloadPlan, targets: dict[str, Tensor], weights: Iterabl
         for name, tensor in weights:
             for place, number in by_source.pop(name, []):
                 place.copy_(plan.copies[number].read.view_of(tensor.contiguous()))
-        for fill in plan.fills:
-            fill.places.view_of(targets[fill.target]).fill_(fill.value)
+        plan.write_fills(targets)
     return sorted(by_source)
 
 

@@ -88,10 +88,11 @@ class ReloadWays:
         """
         if self.hindrance:
             raise RuntimeError(self.hindrance)
-        self._bound.pull()
+        failure = self._bound.pull()
+        if failure:
+            raise failure
         self._bound.copy()
-        for fill in self._plan.fills:
-            fill.places.view_of(self._targets[fill.target]).fill_(fill.value)
+        self._plan.write_fills(self._targets)
 
     def sum_policy(self) -> None:
         """The half of a proof that reads what the policy handed over."""
