@@ -5,7 +5,10 @@ from collections.abc import Callable
 
 from colo.commands.bench import bench_command
 from colo.commands.check import check_command
+from colo.commands.doctor import doctor_command
 from colo.commands.launch import eval_command, train_command
+from colo.commands.memory import memory_command
+from colo.commands.plan import plan_command
 from colo.commands.replay import replay_command
 from colo.commands.show import show_command
 from colo.recipe import recipe_names
@@ -18,6 +21,12 @@ COMMANDS: dict[str, tuple[Callable[[list[str]], None], str]] = {
         replay_command,
         "train again on a rollout that a run saved, without an engine: colo replay RUN_DIR --step N",
     ),
+    "plan": (
+        plan_command,
+        "what memory a recipe will take on each rank and whether it fits, without a GPU; with --help",
+    ),
+    "memory": (memory_command, "who held how much memory at each phase of a step: colo memory RUN_DIR [--step N]"),
+    "doctor": (doctor_command, "before a long job: what on this host would make it fail, and what to do; with --help"),
     "check": (check_command, "whether what a run says of itself can be trusted; alone it lists the checks"),
     "bench": (bench_command, "measure a part of a step; alone it lists which"),
 }
@@ -42,7 +51,7 @@ def main() -> int:
     arguments = sys.argv[1:]
     asks_help = any(argument in ("-h", "--help") for argument in arguments)
     if not arguments or (
-        asks_help and arguments[0] not in ("bench", "check", "replay")
+        asks_help and arguments[0] not in ("bench", "check", "doctor", "memory", "plan", "replay")
     ):  # these have options of their own
         commands = "\n".join(f"  {name:<8}{text}" for name, (_, text) in COMMANDS.items())
         sys.stdout.write(USAGE.format(commands=commands, recipes=", ".join(recipe_names())))

@@ -24,10 +24,11 @@ from colo.installed import (
 
 ALGORITHMS = ("grpo", "dr_grpo", "rloo")
 SCHEDULES = ("on_policy", "one_off")
-SLEEP_DEPTHS = ("none", "1", "2")
+SLEEP_DEPTHS = ("none", "kv", "1", "2", "auto")
 TRANSPORTS = ("auto", "peer", "gather")
 PROOFS = ("every", "first", "off")
 DTYPES = ("float32", "bfloat16")
+OFFLOADS = ("none", "optimizer", "all")
 MASKING = ("token_mask", "sequence_mask", "geometric_mask")
 CORRECTIONS = ("off", "token_truncate", "sequence_truncate", *MASKING)
 LOGPROBS = ("auto", "raw", "processed")
@@ -64,6 +65,20 @@ OWNED_BY_COLO = (
     "runner",
 )
 """vLLM options that colo sets itself; in `engine.vllm` they are refused."""
+ONE_SIDED = {
+    "logits_processors": "they change what the engine draws from, and the policy applies none",
+    "watermark_config": "a watermark decides what is drawn, and no logprob says so",
+    "diffusion_config": "the policy scores tokens from left to right",
+    "override_generation_config": "requests bring all of their options, from rollout.*: it would have no effect",
+    "hf_config_path": "the policy reads the config.json of `model`",
+    "hf_overrides": "the policy reads the config.json of `model`",
+    "quantization": "a reload would not quantise",
+    "quantization_config": "a reload would not quantise",
+}
+"""vLLM options that would make the engine's distribution another than the policy's, and why; in `engine.vllm` they are
+refused unless they are empty."""
+ROUNDING_ALONE = {"hf_overrides": {"head_dtype"}}
+"""Keys of ONE_SIDED options that change how exactly the engine computes, and not what."""
 OWNED_BY_VLLM = (
     "target_model_config",
     "target_parallel_config",
@@ -228,7 +243,10 @@ class EngineConfig:
     tensor_parallel_size: int = 1
     """Consecutive ranks that share one engine; divides the world size."""
     sleep: str = "2"
-    """How deep the engine sleeps while the policy updates: none, 1 (weights to host), 2 (weights dropped)."""
+    """How deep the engine sleeps while the policy updates: none, kv (KV cache dropped), 1 (and weights to host), 2 (and
+    weights dropped), auto (2 at first, then the shallowest that leaves the largest update seen its memory)."""
+    sleep_margin_gib: float = 2.0
+    """GiB that `auto` leaves free beside that update."""
     vllm: dict[str, Any] = field(default_factory=dict)
     """Passed to vllm.LLM under vLLM's own names (gpu_memory_utilization, max_model_len, enforce_eager, ...)."""
     speculative: dict[str, Any] = field(default_factory=dict)
@@ -237,21 +255,13 @@ class EngineConfig:
     """In [0, 1]; an acceptance of draft tokens below this share of its running mean is an alarm."""
 
     def __post_init__(self) -> None:
-        _at_least("engine.", self, tensor_parallel_size=1)
-        if self.sleep in ("kv", "auto"):
-            raise ValueError(
-                f"engine.sleep must be one of {', '.join(SLEEP_DEPTHS)}, got {self.sleep!r}: not built yet"
-            )
+        _at_least("engine.", self, tensor_parallel_size=1, sleep_margin_gib=0)
         _one_of("engine.sleep", self.sleep, SLEEP_DEPTHS)
         for name in self.vllm:
             if name in OWNED_BY_COLO:
                 instead = "engine.speculative has it" if name.startswith("spec") else "colo sets it"
                 raise ValueError(f"engine.vllm.{name} must be left out ({instead}), got {self.vllm[name]!r}")
-        if self.vllm.get("quantization") is not None:
-            raise ValueError(
-                f"engine.vllm.quantization must be left out (a reload would not quantise), "
-                f"got {self.vllm['quantization']!r}"
-            )
+        self._check_one_sided()
         if "enable_lora" in self.vllm:
             raise ValueError(
                 f"engine.vllm.enable_lora must be left out (LoRA: not built yet), got {self.vllm['enable_lora']!r}"
@@ -262,6 +272,13 @@ class EngineConfig:
         _check("engine.draft_floor", 0 <= self.draft_floor <= 1, "in [0, 1]", self.draft_floor)
         if self.speculative:
             self._check_speculative()
+
+    def _check_one_sided(self) -> None:
+        for name, why in ONE_SIDED.items():
+            value, allowed = self.vllm.get(name), ROUNDING_ALONE.get(name, set())
+            if value and not (isinstance(value, dict) and value.keys() <= allowed):
+                limit = f"left out, but for {', '.join(allowed)}" if allowed else "left out"
+                raise ValueError(f"engine.vllm.{name} must be {limit} ({why}), got {value!r}")
 
     def _check_speculative(self) -> None:
         options = self.speculative
@@ -322,8 +339,12 @@ class PolicyConfig:
     """Recompute each layer's activations in the backward pass: less memory, a third more time."""
     logprob_chunk_tokens: int = 1024
     """Tokens whose logits exist at a time; [tokens, vocabulary] in float32 never exists whole."""
+    offload: str = "none"
+    """What lies in pinned host memory, not on the device, while the engine generates (docs/memory.md): none, optimizer
+    (AdamW's moments), all (and the parameters, the reference's too)."""
 
     def __post_init__(self) -> None:
+        _one_of("policy.offload", self.offload, OFFLOADS)
         _one_of("policy.dtype", self.dtype, DTYPES)
         _one_of("policy.compute_dtype", self.compute_dtype, DTYPES)
         _at_least("policy.", self, logprob_chunk_tokens=1)

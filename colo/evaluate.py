@@ -64,7 +64,7 @@ def evaluate(arguments: list[str]) -> None:
     """Score `model` (a folder or a checkpoint) on `eval_prompts` and write one JSON line to stdout. Collective."""
     run = start(arguments, is_training=False)
     stand_ins = [(name, tensor.to("meta")) for name, tensor in folder_tensors(run.model_folder)]
-    engine = Engine(run.config, run.ranks, run.model_folder, stand_ins)
+    engine = Engine(run.config, run.ranks, run.model_folder, stand_ins, run.baseline, beside_policy=False)
     or_refused(engine.require_reloadable, run.ranks)
     with engine.awake(folder_tensors(run.model_folder), version=str(run.model_folder)):
         engine.drop_policy_views()  # the folder's tensors are not needed again

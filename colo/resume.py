@@ -28,6 +28,7 @@ MAY_CHANGE = frozenset(
         "tracking",
         "policy.gradient_checkpointing",
         "policy.logprob_chunk_tokens",
+        "policy.offload",
         "scoring.timeout_s",
         "rollout.save",
     }

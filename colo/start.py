@@ -7,7 +7,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -16,7 +16,11 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from colo.config import TINY, Config, check_config
+from colo.engine.memory_baseline import Baseline, BaselineWatch
 from colo.engine.peers import check_shared_memory
+from colo.memory_advice import refuse_too_large
+from colo.memory_plan import make_plan
+from colo.model_shape import ModelShape, model_shape
 from colo.policy.shard import check_trainable, read_model_config, stand_ins
 from colo.policy.tiny import make_tiny_model
 from colo.ranks import Ranks, join_engine_group, start_ranks
@@ -49,6 +53,8 @@ class Run:
     """`rows_digest` of them."""
     eval_prompts: list[Prompt]
     rewards: Rewards
+    baseline: Baseline = field(default_factory=Baseline)
+    """The memory in use before the engine."""
 
 
 def start(arguments: Sequence[str], *, is_training: bool = True) -> Run:
@@ -62,14 +68,16 @@ def start(arguments: Sequence[str], *, is_training: bool = True) -> Run:
     """
     if torch.cuda.is_available():
         refuse_more_ranks_than_gpus(torch.cuda.device_count())
+    watch = BaselineWatch()
     ranks = start_ranks()
+    baseline = watch.finish(ranks)
     logging.basicConfig(
         level=logging.INFO if ranks.is_main else logging.WARNING,
         format="[%(levelname)s] %(message)s",
         stream=sys.stderr,
     )
     logging.getLogger("httpx").setLevel(logging.WARNING)
-    return or_refused(lambda: _checked(arguments, ranks, is_training), ranks)
+    return replace(or_refused(lambda: _checked(arguments, ranks, is_training), ranks), baseline=baseline)
 
 
 def or_refused(check: Callable[[], T], ranks: Ranks) -> T:
@@ -125,6 +133,9 @@ def _checked(arguments: Sequence[str], ranks: Ranks, is_training: bool) -> Run:
     ranks.from_main(lambda: check_model(config, folder, is_training), "checking the model")
     if is_training:
         ranks.agreed(lambda: check_transport(config, folder, ranks), "checking the shared memory")
+        if ranks.device.type == "cuda":
+            card_bytes = torch.cuda.mem_get_info()[1]
+            ranks.from_main(lambda: check_card(config, folder, ranks.world_size, card_bytes), "planning the memory")
 
     def read() -> Run:
         tokenizer = read_tokenizer(folder)
@@ -216,6 +227,29 @@ def check_transport(config: Config, folder: Path, ranks: Ranks) -> None:
     is_alone = ranks.world_size == 1 or os.environ.get("LOCAL_WORLD_SIZE") == "1"
     if ranks.device.type == "cpu" and not ranks.local_rank and not is_alone and config.reload.transport != "gather":
         check_shared_memory(shard_bytes(config, folder), config.reload.transport)
+
+
+def check_card(config: Config, folder: Path, num_ranks: int, card_bytes: int) -> None:
+    """Refuse a recipe whose update is far too large for each of `num_ranks` cards.
+
+    Raises:
+        ValueError: as `refuse_too_large`.
+    """
+    shape = read_shape(config, folder)
+    refuse_too_large(
+        config, num_ranks, lambda other, number: make_plan(other, shape, num_ranks=number, card_bytes=card_bytes)
+    )
+
+
+def read_shape(config: Config, folder: Path) -> ModelShape:
+    """The shape of a folder's model, of its config.json alone.
+
+    Raises:
+        ValueError: transformers does not know the model, or its config lacks a size.
+    """
+    tensors = stand_ins(folder, getattr(torch, config.policy.dtype))
+    described = json.loads((folder / "config.json").read_text())
+    return model_shape(((name, tuple(tensor.shape)) for name, tensor in tensors), described)
 
 
 def shard_bytes(config: Config, folder: Path) -> int:

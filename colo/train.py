@@ -28,7 +28,7 @@ from colo.policy.model import Policy
 from colo.policy.shard import stand_ins
 from colo.ranks import Ranks, stop_ranks
 from colo.resume import save_options
-from colo.rl.batch import make_batch
+from colo.rl.batch import largest_micro_batch, make_batch
 from colo.rl.sampler import Sampler
 from colo.start import or_refused, start
 from colo.stop import StopRequest
@@ -46,19 +46,23 @@ def train(arguments: list[str]) -> None:
     checkpoint = or_refused(
         lambda: ranks.from_main(lambda: checkpoint_to_resume(config), "finding a checkpoint"), ranks
     )
-    engine = Engine(config, ranks, run.model_folder, stand_ins(run.model_folder, getattr(torch, config.policy.dtype)))
+    tensors = stand_ins(run.model_folder, getattr(torch, config.policy.dtype))
+    engine = Engine(config, ranks, run.model_folder, tensors, run.baseline)
     or_refused(engine.require_reloadable, ranks)
     policy = or_refused(lambda: Policy(config, ranks, run.model_folder), ranks)
+    engine.account_for(policy.held_bytes)
     sampler = Sampler(config, ranks, run.prompts, run.rewards, run.tokenizer)
     evaluator = Evaluator(run)
     first_step, means = or_refused(lambda: take_up(checkpoint, config, policy, ranks), ranks)
     sampler.load_state(load_sampled(checkpoint))
     log = open_metrics_log(config, first_step, ranks, means)
     ranks.from_main(lambda: save_options(config, run.prompts_digest), "writing config.yaml")
+    step_aside = policy.step_aside if config.policy.offload == "all" else None
 
     for step in range(first_step, config.num_steps):
         started = time.perf_counter()
-        with engine.awake(policy.weights(), version=str(policy.num_updates)):  # in here the free memory is the engine's
+        with engine.awake(policy.weights(), version=str(policy.num_updates), step_aside=step_aside):
+            # In here the free memory is the engine's,
             scores = evaluator.at(engine, step)
             rollout = sampler.rollout(engine, step)
         batch = make_batch(  # and out here it is the policy's
@@ -68,7 +72,8 @@ def train(arguments: list[str]) -> None:
             group_rank=ranks.group_rank,
             group_size=ranks.tensor_parallel_size,
         )
-        update = policy.update(batch)
+        with engine.aside(largest_micro_batch(batch), lambda: {"gradients": policy.gradient_bytes}):
+            update = policy.update(batch)
         metrics = scores | rollout.metrics | update | engine.take_metrics()
         log.log(step, metrics | step_times(metrics, started))
         is_stopped = stop.agreed()
@@ -80,7 +85,7 @@ def train(arguments: list[str]) -> None:
             break
     else:
         if evaluator.is_due(config.num_steps):
-            with engine.awake(policy.weights(), version=str(policy.num_updates)):
+            with engine.awake(policy.weights(), version=str(policy.num_updates), step_aside=step_aside):
                 log.log(config.num_steps, evaluator.at(engine, config.num_steps))
     log.close()
     run.rewards.close()

@@ -46,8 +46,8 @@ def engine_config(
     )
 
 
-def make_requests(step: int, *, max_new_tokens: int = 12, seed_offset: int = 0) -> list[Request]:
-    """Two samples of each of two slots, of one prompt, seeded as a rollout's are."""
+def make_requests(step: int, *, max_new_tokens: int = 12, seed_offset: int = 0, num_slots: int = 2) -> list[Request]:
+    """Two samples of each slot, of one prompt, seeded as a rollout's are."""
     return [
         Request(
             slot=slot,
@@ -56,9 +56,21 @@ def make_requests(step: int, *, max_new_tokens: int = 12, seed_offset: int = 0) 
             seed=request_seed(0, step, slot, sample) + seed_offset,
             max_new_tokens=max_new_tokens,
         )
-        for slot in range(2)
+        for slot in range(num_slots)
         for sample in range(2)
     ]
+
+
+def drained(engine: Engine) -> list[Completion]:
+    """What comes of all that is in flight, stepped to its end."""
+    while engine._requests:
+        engine.step()
+    return in_order(engine.finished())
+
+
+def in_order(completions: list[Completion]) -> list[Completion]:
+    """By slot and sample, as `make_requests` has them."""
+    return sorted(completions, key=lambda completion: (completion.slot, completion.sample))
 
 
 def greedy_tokens(engine: Engine) -> list[list[int]]:

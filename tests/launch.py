@@ -15,7 +15,7 @@ import psutil
 
 ROOT = Path(__file__).resolve().parents[1]
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
-TIMED = ("time_s/", "switch/", "memory_gib/")
+TIMED = ("time_s/", "switch/", "memory_gib/", "offload/")
 """Metrics that no two runs share."""
 FAST = ["rollout.num_prompts=4", "rollout.group_size=2", "rollout.max_new_tokens=8", "tracking.tensorboard=false"]
 """Steps of a fraction of a second."""
@@ -88,12 +88,16 @@ class Launch:
             time.sleep(0.01)
 
     def kill(self) -> None:
-        """SIGKILL to every process at once, as a power cut would; nothing where it has ended."""
+        """SIGKILL to every process at once, as a power cut would; nothing where it has ended.
+
+        But for torch's own, which then removes the ranks' shared memory from this host, and ends.
+        """
         if self.process.poll() is not None:
             return
         processes = self.descendants()
+        killed = [process for process in processes if not process.name().startswith("torch_shm")]
         self.process.send_signal(signal.SIGKILL)
-        for process in processes:
+        for process in killed:
             if process.is_running():
                 process.kill()
         self.process.wait()

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from colo.cli import COMMANDS
 from colo.commands.launch import torchrun_command
 from colo.recipe import load_config
 
@@ -76,8 +77,8 @@ def test_colo_alone_and_help_list_the_commands() -> None:
     alone, help_ = _colo(), _colo("train", "--help")
     assert alone.stdout == help_.stdout
     assert (alone.returncode, help_.returncode) == (0, 0)
-    for word in ("train", "eval", "show", "replay", "check", "bench", "--ranks", "debug"):
+    for word in (*COMMANDS, "--ranks", "debug"):
         assert word in alone.stdout
     unknown = _colo("trian")
     assert (unknown.returncode, unknown.stdout) == (2, "")
-    assert unknown.stderr == "colo: the command must be one of train, eval, show, replay, check, bench, got 'trian'\n"
+    assert unknown.stderr == f"colo: the command must be one of {', '.join(COMMANDS)}, got 'trian'\n"

@@ -148,7 +148,8 @@ def _first_line(arguments: list[str]) -> str:
             "engine.vllm.quantization=fp8",
             "engine.vllm.quantization must be left out (a reload would not quantise), got 'fp8'",
         ),
-        ("engine.sleep=auto", "engine.sleep must be one of none, 1, 2, got 'auto': not built yet"),
+        ("engine.sleep=3", "engine.sleep must be one of none, kv, 1, 2, auto, got '3'"),
+        ("engine.sleep_margin_gib=-1", "engine.sleep_margin_gib must be at least 0, got -1.0"),
         ("reload.transport=nccl", "reload.transport must be one of auto, peer, gather, got 'nccl'"),
         ("reload.proof=never", "reload.proof must be one of every, first, off, got 'never'"),
         ("reload.bucket_mib=0", "reload.bucket_mib must be at least 1, got 0"),
@@ -163,6 +164,41 @@ def _first_line(arguments: list[str]) -> str:
             "engine.vllm.enable_lora=true",
             "engine.vllm.enable_lora must be left out (LoRA: not built yet), got True",
         ),
+        (
+            "engine.vllm.logits_processors=[a.B]",
+            "engine.vllm.logits_processors must be left out (they change what the engine draws from, and the policy "
+            "applies none), got ['a.B']",
+        ),
+        (
+            "engine.vllm.watermark_config={key: 3}",
+            "engine.vllm.watermark_config must be left out (a watermark decides what is drawn, and no logprob says "
+            "so), got {'key': 3}",
+        ),
+        (
+            "engine.vllm.diffusion_config={canvas_length: 8}",
+            "engine.vllm.diffusion_config must be left out (the policy scores tokens from left to right), "
+            "got {'canvas_length': 8}",
+        ),
+        (
+            "engine.vllm.override_generation_config={top_k: 5}",
+            "engine.vllm.override_generation_config must be left out (requests bring all of their options, from "
+            "rollout.*: it would have no effect), got {'top_k': 5}",
+        ),
+        (
+            "engine.vllm.hf_config_path=elsewhere",
+            "engine.vllm.hf_config_path must be left out (the policy reads the config.json of `model`), "
+            "got 'elsewhere'",
+        ),
+        (
+            "engine.vllm.hf_overrides={head_dtype: float32, rope_theta: 5}",
+            "engine.vllm.hf_overrides must be left out, but for head_dtype (the policy reads the config.json of "
+            "`model`), got {'head_dtype': 'float32', 'rope_theta': 5}",
+        ),
+        (
+            "engine.vllm.quantization_config={linear: {weight: mxfp8}}",
+            "engine.vllm.quantization_config must be left out (a reload would not quantise), "
+            "got {'linear': {'weight': 'mxfp8'}}",
+        ),
         ("reward={a.b: high}", "reward must be a map of dotted path to number, got {'a.b': 'high'}"),
         ("model=???", "model must be set, got nothing"),
         ("model=${nope}", "model must be a value that resolves, got '${nope}'"),
@@ -176,6 +212,11 @@ def _first_line(arguments: list[str]) -> str:
 )
 def test_a_wrong_override_is_refused_in_one_line_that_names_option_limit_and_value(override: str, message: str) -> None:
     assert _first_line([*DEBUG, override]) == message
+
+
+def test_what_changes_the_engines_rounding_alone_or_nothing_is_taken() -> None:
+    options = {"hf_overrides": {"head_dtype": "float32"}, "logits_processors": None, "override_generation_config": {}}
+    assert EngineConfig(vllm=options).vllm == options
 
 
 @pytest.mark.parametrize(

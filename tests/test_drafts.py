@@ -13,6 +13,7 @@ from colo.config import EngineConfig
 from colo.engine.drafts import AcceptanceFloor, DraftCounts, DraftWatch, kept_parameters, kept_patterns, sum_counts
 from colo.engine.engine import Engine
 from colo.ranks import Ranks
+from colo.types import Sampling
 from tests.engines import CPU_OPTIONS, GREEDY, SAMPLING, engine_config, gap_to_transformers, make_requests
 from tests.ranks import run_ranks
 
@@ -40,6 +41,21 @@ def _phase(engine: Engine, weights: dict[str, torch.Tensor], *, noise: float = 0
         tokens = [completion.token_ids for completion in engine.generate(make_requests(0, max_new_tokens=32), GREEDY)]
     metrics = engine.take_metrics()
     return tokens, {name: value for name, value in metrics.items() if name.startswith("draft/")}
+
+
+def _step_by_step(engine: Engine, weights: dict[str, torch.Tensor], *samplings: Sampling) -> dict[str, float]:
+    """One awake phase as carry-over has it, by single steps: what the engine says of its drafts.
+
+    Of several samplings each has its requests in flight beside those of the others.
+    """
+    with engine.awake(weights.items(), "0"):
+        for number, sampling in enumerate(samplings):
+            for request in make_requests(number, max_new_tokens=32):
+                engine.submit(request, sampling)
+        while engine._requests:
+            engine.step()
+        engine.finished()
+    return {name: value for name, value in engine.take_metrics().items() if name.startswith("draft/")}
 
 
 def _add_noise(draft: nn.Module | None, scale: float) -> None:
@@ -84,6 +100,8 @@ def _life_with_a_draft(ranks: Ranks, folder: Path) -> dict[str, Any]:
     saw["metrics"] = [metrics for _, metrics in phases]
     saw["greedy"] = [tokens for tokens, _ in phases]
     saw["draft_kept"] = _is_same(parts.draft, built)
+    ways = [(GREEDY,), (SAMPLING,), (SAMPLING, GREEDY), (GREEDY,)]
+    saw["step_by_step"] = [_step_by_step(engine, weights, *samplings) for samplings in ways]
     saw |= _sample(engine, ranks, folder, weights)
     saw["trained"] = _train_the_draft(engine, folder, weights, built)
     saw["lost"] = _lose_the_draft(engine, weights, built)
@@ -223,6 +241,18 @@ def test_tokens_sampled_through_a_draft_are_the_policys(life: list[dict[str, Any
         assert rank["sampled"][0] == rank["sampled"][1]
         assert rank["sampled"][0][0] != rank["sampled"][0][1]  # by their seeds
         assert rank["sampled_metrics"]["draft/num_draft_tokens"] > 64
+
+
+def test_acceptance_is_held_against_that_of_the_same_way_to_sample_also_step_by_step(
+    life: list[dict[str, Any]],
+) -> None:
+    for rank in life:
+        greedy, sampled, both, greedy_again = rank["step_by_step"]
+        assert greedy["draft/acceptance"] > 0.9
+        assert sampled["draft/acceptance"] < 0.5 * greedy["draft/acceptance"], "an alarm, were it held against greedy"
+        assert sampled["draft/acceptance"] < both["draft/acceptance"] < greedy["draft/acceptance"]
+        assert greedy_again["draft/acceptance"] == pytest.approx(greedy["draft/acceptance"])
+        assert [metrics["draft/alarm"] for metrics in rank["step_by_step"]] == [0.0] * 4
 
 
 def test_a_draft_that_is_trained_is_reloaded_through_a_plan_of_its_own(life: list[dict[str, Any]]) -> None:

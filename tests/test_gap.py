@@ -58,15 +58,37 @@ def test_by_age_worked_by_hand() -> None:
     metrics = gap_metrics([of_gaps([0.5, -1.0, 0.25], [0, 2, 2]), of_gaps([0.75], [2]), of_gaps([])])
     by_age = {name: value for name, value in metrics.items() if "/age_" in name}
     assert by_age == {
+        "gap/age_0/mean": 0.5,
         "gap/age_0/mean_abs": 0.5,
+        "gap/age_0/max_abs": 0.5,
+        "gap/age_0/p50_abs": 0.5,  # the bin's middle is above the largest
+        "gap/age_0/p99_abs": 0.5,
         "gap/age_0/kl": pytest.approx(0.148721, abs=1e-6),
+        "gap/age_0/ratio_mean": pytest.approx(1.648721, abs=1e-6),
         "gap/age_0/num_tokens": 1,
+        "gap/age_2/mean": 0.0,
         "gap/age_2/mean_abs": pytest.approx(2 / 3),
+        "gap/age_2/max_abs": 1.0,
+        "gap/age_2/p50_abs": pytest.approx(0.75, rel=0.011),
+        "gap/age_2/p99_abs": 1.0,
         # exp(-1), exp(0.25) - 1.25 = 0.034025, exp(0.75) - 1.75 = 0.367
         "gap/age_2/kl": pytest.approx((0.367879 + 0.034025 + 0.367000) / 3, abs=1e-6),
+        "gap/age_2/ratio_mean": pytest.approx((0.367879 + 1.284025 + 2.117000) / 3, abs=1e-6),
         "gap/age_2/num_tokens": 3,
     }
     assert metrics["gap/mean_abs"] == pytest.approx(2.5 / 4)
+    assert metrics["gap/max_abs"] == 1.0
+
+
+def test_an_age_is_told_as_it_would_be_alone() -> None:
+    generator = torch.Generator().manual_seed(0)
+    gaps = [(0.1 * torch.randn(200, generator=generator).double()).tolist() for _ in range(3)]
+    alone = [gap_metrics([of_gaps(of_age)]) for of_age in gaps]
+    ages = [age for age, of_age in enumerate(gaps) for _ in of_age]
+    together = gap_metrics([of_gaps([gap for of_age in gaps for gap in of_age], ages)])
+    for age, metrics in enumerate(alone):
+        of_age = {name.replace("gap/", f"gap/age_{age}/"): value for name, value in metrics.items()}
+        assert of_age.items() <= together.items()
 
 
 def test_ages_are_told_unless_all_tokens_are_of_the_present_weights() -> None:
@@ -80,7 +102,7 @@ def test_cut_up_over_micro_batches_and_ranks_gives_the_same_as_whole() -> None:
     mask_BT = torch.rand(6, 5, generator=generator) < 0.6
     ages_BT = torch.randint(0, 3, (6, 5), generator=generator, dtype=torch.int32)
     whole = gap_metrics([totals(policy_BT, engine_BT, mask_BT, ages_BT)])
-    assert len(whole) == 7 + 3 * 3
+    assert len(whole) == 7 + 3 * 8
     cuts = slice(0, 1), slice(1, 6), slice(6, 6)
     assert gap_metrics([totals(policy_BT, engine_BT, mask_BT, ages_BT, *cuts)]) == pytest.approx(whole)
     ranks = [totals(policy_BT[rows], engine_BT[rows], mask_BT[rows], ages_BT[rows]) for rows in cuts]
@@ -124,6 +146,8 @@ def test_a_limit_is_told_with_the_steps_values_and_nan_is_above_it() -> None:
     assert gap_above(metrics, "gap.stop", 0.2) == "gap/mean_abs must be at most gap.stop 0.2, got 0.25 (gap/kl 0.125)"
     assert gap_above(metrics, "gap.stop", 0.25) == ""
     assert gap_above(metrics, "gap.stop", 0.0) == "", "0 is off"
+    aged = metrics | {"gap/age_1/kl": 0.5, "gap/age_1/mean_abs": 0.25, "gap/age_1/num_tokens": 3.0}
+    assert gap_above(aged, "gap.stop", 0.2).endswith("(gap/kl 0.125, gap/age_1/mean_abs 0.25, gap/age_1/num_tokens 3)")
     assert gap_above({"gap/mean_abs": math.nan}, "gap.stop", 0.2)
 
 

@@ -9,9 +9,10 @@ PACKAGE = Path(__file__).resolve().parent.parent / "colo"
 ROWS = (
     ("installed",),
     ("config", "types", "ranks", "rng"),
-    ("recipe", "tensor_files"),
-    ("resume",),
-    ("rl",),
+    ("model_shape",),
+    ("recipe", "tensor_files", "kv_size", "update_peak"),
+    ("resume", "memory_plan"),
+    ("rl", "memory_advice"),
     ("policy", "engine"),
     ("start", "stop"),
     ("checkpoint", "metrics", "evaluate"),

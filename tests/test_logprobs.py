@@ -11,15 +11,17 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
-from colo.config import Distribution
+from colo.config import Distribution, RolloutConfig
 from colo.engine.build import folder_tensors
 from colo.engine.engine import Engine
 from colo.policy.logprobs import TokenScores, token_scores
+from colo.policy.model import Policy
 from colo.policy.scorer import Scorer
 from colo.ranks import Ranks
-from colo.types import Sampling
+from colo.types import MicroBatch, Sampling
 from tests.engines import GREEDY, PROMPT, engine_config, make_requests
 from tests.ranks import run_ranks
+from tests.rollouts import MAX_NEW_TOKENS, as_batch, policy_config
 
 TEMPERED = Distribution(temperature=0.7)
 TRUNCATED = [
@@ -28,6 +30,14 @@ TRUNCATED = [
     Distribution(min_p=0.3),
     Distribution(temperature=0.7, top_p=0.6, top_k=9),
     Distribution(temperature=1.3, top_p=0.8, top_k=50, min_p=0.02),
+]
+
+TIED = [
+    Distribution(top_k=20),
+    Distribution(temperature=0.7, top_k=50),
+    Distribution(top_p=0.9),
+    Distribution(temperature=0.7, top_p=0.6),
+    Distribution(top_k=50, top_p=0.8),
 ]
 
 
@@ -160,6 +170,40 @@ def test_of_tokens_tied_at_the_edge_the_mass_that_vllm_keeps_counts_and_none_is_
     assert _scores_of(tied, Distribution(top_p=0.45))[2] == pytest.approx(math.log(2))
 
 
+def masses_of_tied_logits(device: torch.device, distribution: Distribution, num_rows: int) -> dict[str, Tensor]:
+    """What is kept of rows of bfloat16 logits, of which many are tied, by the policy and by vLLM's own function.
+
+    Returns:
+        On the CPU, for each row: `policy_N` and `vllm_N`, the kept shares of the probability; `num_kept_N`, how many
+        tokens vLLM keeps; `edge_mass_N`, the probability of all that have the lowest logit it keeps.
+    """
+    from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p  # noqa: PLC0415 - as the V2 runner does
+
+    generator = torch.Generator().manual_seed(0)
+    logits_NV = (20 + 2 * torch.randn(num_rows, 1000, generator=generator)).bfloat16().to(device)  # 0.125 apart
+    token_ids_N2 = torch.stack([torch.zeros(num_rows, dtype=torch.int64, device=device), logits_NV.argmax(dim=-1)], 1)
+
+    def likeliest_N(of: Distribution) -> Tensor:
+        logits_N2V = logits_NV[:, None].expand(-1, 2, -1)
+        return token_scores(logits_N2V, token_ids_N2, nn.Identity(), distribution=of, chunk_tokens=64).logprobs_BT[:, 1]
+
+    tempered_NV = logits_NV.float() / distribution.temperature
+    top_k = torch.full((num_rows,), distribution.top_k, dtype=torch.int32, device=device)
+    top_p = torch.full((num_rows,), distribution.top_p, device=device)
+    kept_NV = apply_top_k_top_p(
+        tempered_NV.clone(), top_k if distribution.top_k else None, top_p if distribution.top_p < 1 else None
+    )
+    is_kept_NV, share_NV = kept_NV > -math.inf, tempered_NV.double().softmax(dim=-1)
+    edge_N1 = tempered_NV.masked_fill(~is_kept_NV, math.inf).amin(dim=-1, keepdim=True)
+    found = {
+        "policy_N": (likeliest_N(Distribution(temperature=distribution.temperature)) - likeliest_N(distribution)).exp(),
+        "vllm_N": (share_NV * is_kept_NV).sum(dim=-1),
+        "num_kept_N": is_kept_NV.sum(dim=-1),
+        "edge_mass_N": (share_NV * (tempered_NV == edge_N1)).sum(dim=-1),
+    }
+    return {name: values.detach().cpu() for name, values in found.items()}
+
+
 @pytest.mark.parametrize("distribution", TRUNCATED)
 def test_the_kept_set_is_a_constant_of_the_backward_pass(distribution: Distribution) -> None:
     hidden_BTH, token_ids_BT, head = _inputs(num_rows=3, num_tokens=8, vocab_size=60)
@@ -242,12 +286,19 @@ def _engine_and_policy(ranks: Ranks, folder: Path) -> dict[str, Any]:
             [c.logprobs for c in engine.generate(make_requests(0, max_new_tokens=24), replace(GREEDY, **penalty))]
             for penalty in penalties
         ]
+    saw["tied"] = [masses_of_tied_logits(ranks.device, tied, num_rows=6) for tied in TIED]
     engine.close()
     return saw
 
 
-def test_the_policy_scores_what_vllm_reports_for_every_way_to_draw(tiny_models: dict[str, Path]) -> None:
-    (saw,) = run_ranks(_engine_and_policy, tiny_models["qwen3"], world_size=1)
+@pytest.fixture(scope="module")
+def engine_and_policy(tiny_models: dict[str, Path]) -> dict[str, Any]:
+    """What one rank saw of an engine and a policy of the same weights."""
+    return run_ranks(_engine_and_policy, tiny_models["qwen3"], world_size=1)[0]
+
+
+def test_the_policy_scores_what_vllm_reports_for_every_way_to_draw(engine_and_policy: dict[str, Any]) -> None:
+    saw = engine_and_policy
     for gaps in saw["gaps"]:
         assert len(gaps) >= 24
         assert gaps[-2] < 1e-4, "but for a token at the edge, which rounding may keep on one side alone"
@@ -256,3 +307,67 @@ def test_the_policy_scores_what_vllm_reports_for_every_way_to_draw(tiny_models: 
     assert min(saw["dropped"][1:]) > 0.05, "each rule must have dropped something"
     plain, *others = saw["penalised"]
     assert all(other != plain for other in others), "each penalty must reach vLLM"
+
+
+def test_of_tied_logits_the_policy_keeps_the_mass_that_vllm_keeps(engine_and_policy: dict[str, Any]) -> None:
+    for distribution, kept in zip(TIED, engine_and_policy["tied"], strict=True):
+        torch.testing.assert_close(kept["policy_N"].double(), kept["vllm_N"], atol=1e-5, rtol=0)
+        assert (kept["policy_N"] < 1 - 1e-3).all()
+        if distribution.top_p == 1:  # vLLM's CPU sampler keeps all that are tied with the last
+            assert (kept["num_kept_N"] >= distribution.top_k).all()
+            assert (kept["num_kept_N"] > distribution.top_k).any()
+
+
+PROMPT_TOKENS = 3
+DROPPED = [{1, 4}, {0}, set()]
+"""Places in each completion of six tokens where the token is one that truncation drops."""
+
+
+def _likeliest_but(folder: Path, dropped: list[set[int]]) -> list[MicroBatch]:
+    """Rows of the model's likeliest tokens, but for its least likely ones at the places that are given for each."""
+    model, rows = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval(), []
+    for index, places in enumerate(dropped):
+        ids_BT = torch.arange(PROMPT_TOKENS)[None] * 7 + 40 + index
+        for place in range(MAX_NEW_TOKENS):
+            logits_V = model(ids_BT).logits[0, -1]
+            token = logits_V.argmin() if place in places else logits_V.argmax()
+            ids_BT = torch.cat([ids_BT, token.view(1, 1)], dim=1)
+        mask_BT = (torch.arange(ids_BT.shape[1]) >= PROMPT_TOKENS)[None]
+        rows.append(
+            MicroBatch(
+                token_ids_BT=ids_BT,
+                loss_mask_BT=mask_BT,
+                engine_logprobs_BT=torch.where(mask_BT, -1.0, 0.0),
+                ages_BT=torch.zeros_like(ids_BT, dtype=torch.int32),
+                advantages_B=torch.tensor([1.0 - 0.7 * index]),
+            )
+        )
+    return rows
+
+
+def _updated_by_dropped(ranks: Ranks, folder: Path) -> list[dict[str, float]]:
+    with torch.no_grad():
+        rows = _likeliest_but(folder, DROPPED)
+    metrics = []
+    for rollout, update in (
+        (RolloutConfig(logprobs="processed", top_p=0.5), {}),
+        (RolloutConfig(logprobs="processed", top_k=7), {}),
+        (RolloutConfig(logprobs="processed", top_p=0.5, top_k=7), {"num_epochs": 2}),
+        (RolloutConfig(), {}),
+    ):
+        policy = Policy(policy_config(folder, rollout=rollout, update=update), ranks, folder)
+        metrics.append(policy.update(as_batch([[row] for row in rows[ranks.rank :: ranks.world_size]])))
+    return metrics
+
+
+def test_an_update_counts_the_trained_tokens_that_the_policy_alone_would_have_dropped(
+    tiny_models: dict[str, Path],
+) -> None:
+    saw = run_ranks(_updated_by_dropped, tiny_models["qwen3"])
+    for metrics in saw:
+        *truncated, plain = metrics
+        assert [of_kind["gap/outside_kept"] for of_kind in truncated] == [3.0] * 3, "over both ranks, once an update"
+        assert "gap/outside_kept" not in plain
+        for of_kind in metrics:
+            assert math.isfinite(of_kind["loss"])
+            assert 0 < of_kind["grad_norm"] < math.inf

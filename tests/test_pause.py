@@ -10,7 +10,7 @@ from torch import Tensor
 from colo.engine.engine import Engine
 from colo.ranks import Ranks
 from colo.types import Completion, Request
-from tests.engines import GREEDY, PROMPT, SAMPLING, engine_config, make_requests, refusal
+from tests.engines import GREEDY, PROMPT, SAMPLING, drained, engine_config, in_order, make_requests, refusal
 from tests.ranks import run_ranks
 
 NUM_TOKENS = 12
@@ -23,16 +23,6 @@ def _submit(engine: Engine, steps: int, step: int = 0) -> list[str]:
     for _ in range(steps):
         engine.step()
     return ids
-
-
-def _drained(engine: Engine) -> list[Completion]:
-    while engine._requests:
-        engine.step()
-    return _in_order(engine.finished())
-
-
-def _in_order(completions: list[Completion]) -> list[Completion]:
-    return sorted(completions, key=lambda completion: (completion.slot, completion.sample))
 
 
 def _told(completions: list[Completion]) -> list[tuple[list[int], list[float], list[tuple[str, int, int]], str]]:
@@ -49,11 +39,16 @@ def _life(ranks: Ranks, folder: Path) -> dict[str, Any]:
     saw: dict[str, Any] = {"whole": _told(engine.generate(make_requests(0, max_new_tokens=NUM_TOKENS), SAMPLING))}
     saw["on_one_rank"] = _on_one_rank(engine, weights, is_there=ranks.rank == 1)
     saw["abort"] = _abort(engine)
-    saw["keep"] = {way: _keep(engine, weights, way) for way in ("nothing", "reload", "none", "1", "2", "label")}
+    saw["keep"] = {way: _keep(engine, weights, way) for way in ("nothing", "reload", "none", "kv", "1", "2", "label")}
     saw["modes"] = _modes(engine)
     saw["stale_kv"] = _stale_kv(engine, weights)
     saw["asleep"] = _paused_asleep(engine, weights)
     saw["cached"] = _cached(engine, weights)
+    engine.wake_up()
+    engine.reload(weights.items(), "a")
+    saw["by_hand"] = _by_hand(engine)
+    saw["old_prefix"] = _old_prefix(engine, weights, keeps=ranks.rank == 1)
+    saw["num_replicas"] = ranks.num_replicas
     engine.close()
     return saw
 
@@ -76,7 +71,7 @@ def _abort(engine: Engine) -> dict[str, Any]:
     with pytest.raises(ValueError, match="must be in flight, got '999'"):
         engine.abort(["999"])
     some = engine.abort(ids[1:3])
-    rest = _drained(engine)
+    rest = drained(engine)
     all_of_none = engine.abort()
     _submit(engine, steps=0)
     untouched = engine.abort()
@@ -102,7 +97,7 @@ def _keep(engine: Engine, weights: Weights, way: str) -> dict[str, Any]:
     saw["same_weights"] = engine.prove() == digest
     saw["still_paused"] = engine.is_paused() and engine.step() == 0 and not engine.finished()
     engine.resume_generation()
-    saw["told"] = _told(_drained(engine))
+    saw["told"] = _told(drained(engine))
     engine.update_weight_version("a")
     return saw
 
@@ -112,11 +107,11 @@ def _modes(engine: Engine) -> dict[str, Any]:
     for mode in ("abort", "wait"):
         _submit(engine, steps=5)
         engine.pause_generation(mode)
-        saw[mode] = (len(engine._requests), _told(_in_order(engine.finished())))
+        saw[mode] = (len(engine._requests), _told(in_order(engine.finished())))
         late = engine.submit(make_requests(0, max_new_tokens=NUM_TOKENS)[0], SAMPLING)
         saw[f"{mode}_late"] = (late != "", engine.step(), len(engine._requests))
         engine.resume_generation()
-        saw[f"{mode}_then"] = _told(_drained(engine))
+        saw[f"{mode}_then"] = _told(drained(engine))
     with pytest.raises(ValueError, match="mode must be one of abort, wait, keep, got 'stop'"):
         engine.pause_generation("stop")
     return saw
@@ -131,7 +126,7 @@ def _stale_kv(engine: Engine, weights: Weights) -> dict[str, Any]:
         engine.pause_generation("keep", clear_cache=clear)
         engine.reload(moved.items(), "b")
         engine.resume_generation()
-        told[clear] = _told(_drained(engine))
+        told[clear] = _told(drained(engine))
         told[f"{clear}_counted"] = engine.take_metrics().get("engine/stale_kv_requests", 0.0)
         engine.reload(weights.items(), "a")
     return told
@@ -147,7 +142,7 @@ def _paused_asleep(engine: Engine, weights: Weights) -> dict[str, Any]:
     engine.wake_up(["weights"])
     engine.reload(weights.items(), "a")
     engine.wake_up(["kv_cache"])
-    saw["told"] = _told(_drained(engine))
+    saw["told"] = _told(drained(engine))
     return saw
 
 
@@ -170,6 +165,48 @@ def _cached(engine: Engine, weights: Weights) -> list[int]:
     with engine.awake(weights.items(), "a"):
         counts.append(cached())
     return counts
+
+
+def _by_hand(engine: Engine) -> dict[str, Any]:
+    """Requests by hand for the slots of a `generate`: before it, aborted before it, and named twice in an abort."""
+    long, short = make_requests(0, max_new_tokens=NUM_TOKENS)[0], make_requests(0, max_new_tokens=5)[:1]
+    engine.submit(long, SAMPLING)
+    saw: dict[str, Any] = {"generated": _told(engine.generate(short, SAMPLING)), "left": _told(engine.finished())}
+    _submit(engine, steps=3)
+    engine.pause_generation("abort")
+    engine.resume_generation()
+    engine.generate(short, SAMPLING)
+    saw["aborted"] = _told(engine.finished())
+    ids = _submit(engine, steps=3)
+    saw["twice"] = _told(engine.abort([ids[0], ids[0], ids[1]]))
+    saw["rest"] = _told(engine.abort())
+    return saw
+
+
+def _old_prefix(engine: Engine, weights: Weights, *, keeps: bool) -> dict[str, Any]:
+    """A prompt that was cached with other weights, while one rank, or the engine of both, keeps KV of those."""
+    request = Request(slot=0, sample=0, prompt_token_ids=PROMPT, seed=1, max_new_tokens=4)
+    moved = {name: tensor * 1.5 for name, tensor in weights.items()}
+    engine.reload(moved.items(), "b")
+    fresh = engine.generate([request], GREEDY)[0]
+    engine.reload(weights.items(), "a")
+    engine.generate([request], GREEDY)
+    if keeps or engine._ranks.tensor_parallel_size > 1:
+        _submit(engine, steps=5)
+    engine.pause_generation("keep", clear_cache=False)
+    engine.reload(moved.items(), "b")
+    engine.resume_generation()
+    seen = [engine.generate([request], GREEDY)[0] for _ in range(2)]
+    engine.abort()
+    engine.finished()
+    engine.reload(weights.items(), "a")
+    engine.generate([request], GREEDY)
+    return {
+        "fresh": fresh.logprobs,
+        "seen": [completion.logprobs for completion in seen],
+        "cached": [completion.num_cached_tokens for completion in seen],
+        "cached_again": engine.generate([request], GREEDY)[0].num_cached_tokens,
+    }
 
 
 @pytest.fixture(scope="module", params=[1, pytest.param(2, marks=pytest.mark.slow)])
@@ -229,7 +266,7 @@ def test_a_pause_that_aborts_or_waits_leaves_nothing_in_flight(life: list[dict[s
 def test_kv_of_old_weights_is_used_only_when_asked_for_and_is_counted(life: list[dict[str, Any]]) -> None:
     for rank in life:
         told = rank["stale_kv"]
-        assert (told["True_counted"], told["False_counted"]) == (0.0, 4.0)
+        assert (told["True_counted"], told["False_counted"]) == (0.0, 4.0 * rank["num_replicas"])
         assert [spans for _, _, spans, _ in told[False]] == [[("a", 0, 5), ("b", 5, 12)]] * 4
         assert [logprobs for _, logprobs, _, _ in told[True]] != [logprobs for _, logprobs, _, _ in told[False]]
 
@@ -242,3 +279,22 @@ def test_a_pause_while_the_engine_sleeps_holds_until_the_resume(life: list[dict[
 
 def test_no_prompt_is_served_from_the_cache_of_other_weights(life: list[dict[str, Any]]) -> None:
     assert all(rank["cached"] == [32, 0, 0, 0] for rank in life)
+
+
+def test_requests_by_hand_and_those_of_generate_do_not_mix(life: list[dict[str, Any]]) -> None:
+    for rank in life:
+        whole, by_hand = rank["whole"], rank["by_hand"]
+        assert [told[0] for told in by_hand["generated"]] == [whole[0][0][:5]]
+        assert [told[0] for told in by_hand["left"]] == [whole[0][0]]
+        assert [(told[0], told[3]) for told in by_hand["aborted"]] == [(w[0][:3], "abort") for w in whole]
+        assert [told[0] for told in by_hand["twice"] + by_hand["rest"]] == [w[0][:3] for w in whole]
+
+
+def test_no_new_request_reads_a_prefix_of_older_weights_while_others_keep_theirs(life: list[dict[str, Any]]) -> None:
+    for rank_number, rank in enumerate(life):
+        saw = rank["old_prefix"]
+        keeps = rank_number == 1 or rank["num_replicas"] == 1
+        for logprobs in saw["seen"]:
+            assert logprobs == pytest.approx(saw["fresh"], abs=1e-5)
+        assert saw["cached"] == ([0, 0] if keeps else [0, 32])
+        assert saw["cached_again"] == 32

@@ -113,6 +113,6 @@ def test_one_off_trains_on_tokens_of_the_step_before_and_is_never_older(tmp_path
     assert max(rows[0]["gap/max_abs"], 1e-4) == 1e-4, "the first step trains on its own rollout"
     for row in rows[1:]:
         ages = {name for name in row if name.startswith("gap/age_")}
-        assert ages == {"gap/age_2/mean_abs", "gap/age_2/kl", "gap/age_2/num_tokens"}, "two updates a step"
+        assert {name.split("/")[1] for name in ages} == {"age_2"}, "two updates a step"
         assert row["gap/age_2/num_tokens"] == row["tokens/trained"]
         assert row["gap/mean_abs"] > 1e-3, "weights of a step before"

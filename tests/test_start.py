@@ -266,14 +266,15 @@ def _score_and_build(ranks: Ranks, folder: Path, run_dir: Path) -> dict[str, Any
         scorer = Scorer(ranks, rewards, AutoTokenizer.from_pretrained(folder))
         scorer.score([Group(slot=0, prompt=prompt, completions=completions)], "step 4: scoring")
     engine = Engine(_config(run_dir), ranks, folder, stand_ins(folder, torch.float32))
-    return {"progress": ranks._read("progress/0"), "metrics": engine.take_metrics()}
+    metrics = engine.take_metrics()
+    return {"progress": ranks._read("progress/0"), "areas": {name.rpartition("/")[0] for name in metrics}}
 
 
 def test_scoring_says_how_far_it_is_and_the_sleep_after_the_build_is_in_no_steps_times(
     tmp_path: Path, tiny_models: dict[str, Path]
 ) -> None:
     (saw,) = run_ranks(_score_and_build, tiny_models["qwen3"], tmp_path, world_size=1)
-    assert saw == {"progress": "step 4: scoring, 1 of 3 done", "metrics": {}}
+    assert saw == {"progress": "step 4: scoring, 1 of 3 done", "areas": {"memory_gib/build"}}
 
 
 def test_prompts_that_differ_between_ranks_are_refused(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """The whole loop as a user starts it: real processes, the real vLLM, real files."""
 
 import json
+import math
 import re
 import subprocess
 import sys
@@ -101,11 +102,26 @@ def test_two_agents_of_one_rank_each_give_the_numbers_of_one_agent_of_two(tmp_pa
         assert (tmp_path / "run" / checkpoint).read_bytes() == (whole_run / checkpoint).read_bytes()
 
 
-@pytest.mark.parametrize("depth", ["none", pytest.param("1", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "depth", ["auto", *(pytest.param(depth, marks=pytest.mark.slow) for depth in ("none", "kv", "1"))]
+)
 def test_numbers_do_not_depend_on_how_deep_the_engine_sleeps(tmp_path: Path, whole_run: Path, depth: str) -> None:
     train(tmp_path / "run", *WHOLE, f"engine.sleep={depth}")
     assert 'sleep: "2"' in (whole_run / "config.yaml").read_text().replace("'", '"')
     assert numbers(tmp_path / "run") == numbers(whole_run)
+
+
+@pytest.mark.slow
+def test_truncated_rollouts_are_scored_over_the_kept_set_at_every_step(tmp_path: Path) -> None:
+    train(tmp_path / "run", "num_steps=6", "rollout.logprobs=processed", "rollout.top_p=0.9")
+    rows = read_rows(tmp_path / "run")
+    assert [row["step"] for row in rows] == list(range(6))
+    for row in rows:
+        assert row["gap/mean_abs"] <= 1e-5
+        assert 0 <= row["gap/outside_kept"] <= 0.001 * row["tokens/trained"], "but for rounding at the edge"
+        assert 0 < row["grad_norm"] < math.inf
+    # Of 258 nearly equal tokens 0.9 of the mass is 232.
+    assert rows[0]["entropy/mean"] < math.log(240)
 
 
 def test_evaluation_comes_before_the_first_step_every_so_often_and_at_the_end_and_changes_nothing(
@@ -160,7 +176,7 @@ def test_the_rank_whose_reward_raises_is_named_with_its_traceback(tmp_path: Path
         ("rollout.grup_size=4", "rollout.grup_size is not an option (did you mean rollout.group_size?), got 4"),
         ("rollout.num_prompts=7", "rollout.num_prompts must be a multiple of the 2 engine replicas"),
         ("engine.tensor_parallel_size=3", "engine.tensor_parallel_size must divide the number of ranks 2, got 3"),
-        ("engine.sleep=auto", "engine.sleep must be one of none, 1, 2, got 'auto'"),
+        ("engine.sleep=deep", "engine.sleep must be one of none, kv, 1, 2, auto, got 'deep'"),
         ("prompts={bad}", "prompts must be one JSON object a line"),
         ("rollout.max_prompt_tokens=3", "prompts must be at most rollout.max_prompt_tokens 3 tokens each, got"),
         ("rollout.max_new_tokens=2000", "rollout.max_prompt_tokens + rollout.max_new_tokens must be at most"),

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from colo.commands.arguments import Parser
-from colo.commands.launch import count_gpus
 from colo.config import DTYPES, Config, EngineConfig, PolicyConfig, RolloutConfig
 
 RANK = "colo.commands.check_logprobs_rank"
@@ -58,9 +57,9 @@ class Options:
     def config(self, mode: str) -> Config:
         """The engine's configuration in a mode."""
         rollout = replace(self.rollout, logprobs=mode)
-        vllm: dict[str, Any] = {"max_model_len": rollout.max_prompt_tokens + rollout.max_new_tokens}
-        if not count_gpus():
-            vllm["enforce_eager"] = True  # compiling for the CPU takes minutes
+        longest = rollout.max_prompt_tokens + rollout.max_new_tokens
+        # Eager: compiling and capturing graphs take minutes, for the seconds that these few tokens take.
+        vllm: dict[str, Any] = {"max_model_len": longest, "enforce_eager": True}
         return Config(
             model=str(self.model),
             run_dir="none",

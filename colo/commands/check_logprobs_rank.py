@@ -24,7 +24,7 @@ def main(arguments: list[str]) -> None:
     config, rollout = options.config(mode), options.rollout
     ranks = start_ranks()
     stand_ins = [(name, tensor.to("meta")) for name, tensor in folder_tensors(options.model)]
-    engine = Engine(config, ranks, options.model, stand_ins)
+    engine = Engine(config, ranks, options.model, stand_ins, beside_policy=False)
     or_refused(engine.require_reloadable, ranks)
     requests = [
         Request(

@@ -1,33 +1,43 @@
 """colo check run: may a run with this recipe be trusted? The loop itself, once without learning and once with."""
 
 import dataclasses
+import datetime
 import hashlib
 import statistics
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+from torch.distributed import DistStoreError
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from colo.config import Config
 from colo.engine.engine import Engine
 from colo.policy.model import Policy
 from colo.policy.shard import stand_ins
-from colo.ranks import Ranks, stop_ranks
+from colo.ranks import GIVE_WAY_S, Ranks, stop_ranks
 from colo.rl.batch import make_batch
 from colo.rl.sampler import GREEDY_SEED, Sampler
 from colo.start import Run, or_refused, start
-from colo.types import Request, Sampling
+from colo.types import Prompt, Request, Sampling
 
 NUM_PROBES = 4
 """Prompts that are completed greedily at each step."""
+PROBE_TOKENS = 16
+"""Length limit of their completions."""
+GREEDY = Sampling(temperature=0.0, top_p=1.0, top_k=0, stop=())
 MAX_GROWTH = 1.5
 """The gap's mean over the second half of the steps, as a multiple of that over the first, that still counts as flat."""
 MAX_JUMP = 2.0
 """The gap after a step of learning, as a multiple of the mean before it, that still counts as alike."""
 ROUNDING = 1e-6
 """Nats; below it a gap is rounding, and its growth says nothing."""
+SAME_ERROR_S = 5 * GIVE_WAY_S
+"""How long after the first rank's error one of another rank can be the same one: those that are told of it give way."""
+OK, FAILED, NOT_TESTABLE = "ok", "FAILED", "not testable"
+NO_TOKEN = "no token trained"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,50 +45,94 @@ class Row:
     """One line of the table."""
 
     name: str
-    is_ok: bool
+    verdict: str
+    """OK, FAILED, or NOT_TESTABLE: with this recipe the line cannot fail."""
     seen: str
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sight:
-    """What one step showed."""
+    """What one step showed, over all ranks."""
 
     policy: str
-    """A digest of the policy's weights over all ranks, before the step's update."""
+    """A digest of the policy's weights, before the step's update."""
     engine: str
-    """A digest of the engines' weights over all ranks, as proven after the reload."""
-    tokens: list[list[int]]
-    """Greedy completions of the probes."""
+    """A digest of the engines' weights, as proven after the reload."""
+    tokens: list[list[list[int]]]
+    """Each rank's greedy completions of the probes."""
     num_cached: int
-    """Cached prompt tokens of the first request after the reload."""
-    gap: float
-    """Mean absolute gap, in nats."""
+    """The most cached prompt tokens of a rank's first request after the reload."""
+    num_cached_again: int
+    """The fewest of the same request, given again."""
+    gap: float | None
+    """Mean absolute gap, in nats; None where no token trained."""
+    first_step: int
+    """In which the first of the tokens that trained was sampled."""
+    is_rewarded: bool
+    """Whether rewards differed within a group."""
 
 
 def check(run: Run, num_steps: int, make_policy: Callable[[Config, Ranks], Policy]) -> list[Row]:
-    """Run `num_steps` steps with learning rate 0, one that learns, and one more. Collective.
+    """Run `num_steps` steps with learning rate 0, one that learns, and on until one trains on its weights. Collective.
 
     Returns:
         The table's rows; after one that failed because a step raised there are no others.
+
+    Raises:
+        RuntimeError: some ranks failed, and others did not.
     """
-    config, ranks = run.config, run.ranks
-    constant = dataclasses.replace(config.update, schedule="constant", warmup_steps=0)
-    learning = dataclasses.replace(config, update=constant)
-    still = dataclasses.replace(config, update=dataclasses.replace(constant, lr=0.0))
-    dtype = getattr(torch, config.policy.dtype)
-    engine = Engine(config, ranks, run.model_folder, stand_ins(run.model_folder, dtype))
+    still, learning = _configs(run.config, num_steps)
+    run, ranks = dataclasses.replace(run, config=still), run.ranks
+    engine = Engine(still, ranks, run.model_folder, stand_ins(run.model_folder, getattr(torch, still.policy.dtype)))
     or_refused(engine.require_reloadable, ranks)
     policy = make_policy(still, ranks)
-    sampler = Sampler(config, ranks, run.prompts, run.rewards, run.tokenizer)
+    sampler = Sampler(still, ranks, run.prompts, run.rewards, run.tokenizer)
     sights: list[Sight] = []
-    for step in range(num_steps + 2):
+    for step in range(still.num_steps):
         policy.config = learning if step == num_steps else still
         try:
             sights.append(_step(run, engine, policy, sampler, step))
         except RuntimeError as error:
-            return [*judge(sights, num_steps), Row(name=f"step {step}", is_ok=False, seen=str(error))]
+            sys.stderr.write(f"rank {ranks.rank}: step {step}: {type(error).__name__}: {error}\n")
+            if not failed_alike(ranks, SAME_ERROR_S):
+                raise
+            return [*judge(sights, num_steps), Row(name=f"step {step}", verdict=FAILED, seen=str(error))]
+        if sights[-1].first_step > num_steps:
+            break
     engine.close()
     return judge(sights, num_steps)
+
+
+def _configs(config: Config, num_steps: int) -> tuple[Config, Config]:
+    """The recipe without learning, for as many steps as the check may take, and with it.
+
+    Of what a step after the learning one trains on, some may have been sampled before: with one_off for one step, with
+    carry-over for as many as a group may be carried.
+    """
+    lag = config.max_carried_steps if config.rollout.carry_over else int(config.schedule == "one_off")
+    constant = dataclasses.replace(config.update, schedule="constant", warmup_steps=0)
+    learning = dataclasses.replace(
+        config,
+        update=constant,
+        num_steps=num_steps + 1 + lag + 1,
+        reload=dataclasses.replace(config.reload, proof="every"),
+    )
+    return dataclasses.replace(learning, update=dataclasses.replace(constant, lr=0.0)), learning
+
+
+def failed_alike(ranks: Ranks, limit_s: float) -> bool:
+    """Whether every rank fails in this step, each for itself: then all can go on. For a rank that has failed.
+
+    Through the store, since ranks that did not fail may be waiting in any collective.
+    """
+    ranks.store.set(f"check/failed/{ranks.rank}", "")
+    try:
+        others = [f"check/failed/{rank}" for rank in range(ranks.world_size)]
+        ranks.store.wait(others, datetime.timedelta(seconds=limit_s))
+    except DistStoreError:
+        # One that fails later does so because this one is gone.
+        ranks.store.set("check/parted", "")
+    return not ranks.store.check(["check/parted"])
 
 
 def _step(run: Run, engine: Engine, policy: Policy, sampler: Sampler, step: int) -> Sight:
@@ -86,13 +140,12 @@ def _step(run: Run, engine: Engine, policy: Policy, sampler: Sampler, step: int)
     mine = hashlib.sha256()
     for _, shard in policy.weights():
         mine.update(shard.local.detach().float().cpu().contiguous().numpy().tobytes())
-    probes = [
-        Request(slot=slot, sample=0, prompt_token_ids=prompt.token_ids, seed=GREEDY_SEED, max_new_tokens=16)
-        for slot, prompt in enumerate(run.prompts[:NUM_PROBES])
-    ]
-    with engine.awake(policy.weights(), version=str(policy.num_updates)):
+    step_aside = policy.step_aside if run.config.policy.offload == "all" else None
+    with engine.awake(policy.weights(), version=str(policy.num_updates), step_aside=step_aside):
         proven = engine.prove()
-        completions = engine.generate(probes, Sampling(temperature=0.0, top_p=1.0, top_k=0, stop=()), "probing")
+        probes = _probes(run.prompts, *engine.collective_rpc(_block_and_limit, read_only=True))
+        completions = engine.generate(probes, GREEDY, "probing")
+        (again,) = engine.generate(probes[:1], GREEDY, "probing")
         rollout = sampler.rollout(engine, step)
     batch = make_batch(
         rollout.groups,
@@ -102,57 +155,132 @@ def _step(run: Run, engine: Engine, policy: Policy, sampler: Sampler, step: int)
         num_updates=policy.num_updates,
     )
     metrics = policy.update(batch)
+    seen = (
+        mine.hexdigest(),
+        proven,
+        [completion.token_ids for completion in completions],
+        completions[0].num_cached_tokens,
+        again.num_cached_tokens,
+        any(len(set(group.rewards)) > 1 for group in rollout.groups),
+    )
+    policies, engines, tokens, cached, cached_again, rewarded = zip(*ranks.gather(seen, "comparing ranks"), strict=True)
     return Sight(
-        policy="".join(ranks.gather(mine.hexdigest(), "comparing weights")),
-        engine="".join(ranks.gather(proven, "comparing weights")),
-        tokens=[completion.token_ids for completion in completions],
-        num_cached=completions[0].num_cached_tokens,
-        gap=metrics["gap/mean_abs"],
+        policy="".join(policies),
+        engine="".join(engines),
+        tokens=list(tokens),
+        num_cached=max(cached),
+        num_cached_again=min(cached_again),
+        gap=metrics.get("gap/mean_abs"),
+        first_step=rollout.first_step,
+        is_rewarded=any(rewarded),
     )
 
 
+def _block_and_limit(worker: Any) -> tuple[int, int]:
+    """Tokens of a block of vLLM's KV cache, and of a prompt with its completion at most."""
+    config = worker.vllm_config
+    return config.cache_config.block_size, config.model_config.max_model_len
+
+
+def _probes(prompts: list[Prompt], block_size: int, max_tokens: int) -> list[Request]:
+    """Greedy requests of prompts, each repeated until it is longer than a block, where the engine takes one so long.
+
+    The prefix cache holds whole blocks, and leaves the last token of a prompt to be computed: a shorter prompt would
+    read nothing from it, whatever it held.
+    """
+    probes = []
+    for slot, prompt in enumerate(prompts[:NUM_PROBES]):
+        ids = prompt.token_ids
+        if len(ids) <= block_size < max_tokens - 1:
+            ids = (ids * (block_size // len(ids) + 1))[: block_size + 1]
+        limit = min(PROBE_TOKENS, max_tokens - len(ids))
+        probes.append(Request(slot=slot, sample=0, prompt_token_ids=ids, seed=GREEDY_SEED, max_new_tokens=limit))
+    return probes
+
+
 def judge(sights: list[Sight], num_steps: int) -> list[Row]:
-    """The rows for what was seen: `num_steps` steps that did not learn, then perhaps one that did and one more."""
+    """The rows for what was seen: `num_steps` steps that did not learn, then perhaps one that did and some more."""
     still, after = sights[: num_steps + 1], sights[num_steps + 1 :]  # the step that learns began with the same weights
+    gaps = [sight.gap for sight in still if sight.gap is not None]
     rows = []
     if len(still) > 1:
         rows = [
             _same("policy weights, learning rate 0", [sight.policy for sight in still]),
             _same("engine weights, as proven", [sight.engine for sight in still]),
             _same("greedy tokens", [str(sight.tokens) for sight in still]),
-            _flat([sight.gap for sight in still]),
+            _flat(gaps),
         ]
     if sights:
-        cached = [sight.num_cached for sight in sights]
-        seen = f"{max(cached)} in the first request after each reload"
-        rows.append(Row(name="cached tokens", is_ok=max(cached) == 0, seen=seen))
+        rows.append(_uncached(sights))
     if after:
-        is_moved = after[0].policy != still[-1].policy and after[0].engine != still[-1].engine
-        seen = "policy and engine changed" if is_moved else "the weights did not change"
-        rows.append(Row(name="a step that learns", is_ok=is_moved, seen=seen))
-        before, gap = statistics.mean(sight.gap for sight in still), after[0].gap
-        is_alike = gap <= MAX_JUMP * before + ROUNDING
-        rows.append(Row(name="gap after it", is_ok=is_alike, seen=f"{gap:.3g} nats, {before:.3g} before"))
+        rows.append(_moved(still, after[0]))
+        rows += [_alike(gaps, sight.gap) for sight in after if sight.first_step > num_steps]  # of the new weights
     return rows
+
+
+def _row(name: str, seen: str, *, is_ok: bool) -> Row:
+    return Row(name=name, verdict=OK if is_ok else FAILED, seen=seen)
 
 
 def _same(name: str, digests: list[str]) -> Row:
     differ = [str(step) for step, digest in enumerate(digests) if digest != digests[0]]
     seen = f"others than at step 0 at step {', '.join(differ)}" if differ else f"equal over {len(digests)} steps"
-    return Row(name=name, is_ok=not differ, seen=seen)
+    return _row(name, seen, is_ok=not differ)
 
 
 def _flat(gaps: list[float]) -> Row:
-    half = len(gaps) // 2
+    name, half = "gap, flat", len(gaps) // 2
+    if not half:
+        return Row(name=name, verdict=NOT_TESTABLE, seen=f"{NO_TOKEN}, but in {len(gaps)} steps")
     first, second = statistics.mean(gaps[:half]), statistics.mean(gaps[half:])
-    is_flat = second <= MAX_GROWTH * first + ROUNDING
-    return Row(name="gap, flat", is_ok=is_flat, seen=f"{first:.3g} nats in the first half, {second:.3g} in the second")
+    seen = f"{first:.3g} nats in the first half, {second:.3g} in the second"
+    return _row(name, seen, is_ok=second <= MAX_GROWTH * first + ROUNDING)
+
+
+def _uncached(sights: list[Sight]) -> Row:
+    name = "cached tokens"
+    cached, again = max(sight.num_cached for sight in sights), min(sight.num_cached_again for sight in sights)
+    if not cached and not again:
+        seen = "a prompt, given twice, reads none: no prefix cache, or no whole block fits engine.vllm.max_model_len"
+        return Row(name=name, verdict=NOT_TESTABLE, seen=seen)
+    seen = f"{cached} in the first request after each reload, {again} in the same one again"
+    return _row(name, seen, is_ok=not cached)
+
+
+def _moved(still: list[Sight], after: Sight) -> Row:
+    name, last = "a step that learns", still[-1]
+    if after.policy != last.policy and after.engine != last.engine:
+        return _row(name, "policy and engine changed", is_ok=True)
+    seen = "the weights did not change"
+    if last.gap is None:
+        seen += f": {NO_TOKEN}"
+    elif not any(sight.is_rewarded for sight in still):
+        seen += ": no reward differed in any group"
+    return _row(name, seen, is_ok=False)
+
+
+def _alike(before: list[float], gap: float | None) -> Row:
+    name = "gap after it"
+    if not before or gap is None:
+        return Row(name=name, verdict=NOT_TESTABLE, seen=NO_TOKEN)
+    mean = statistics.mean(before)
+    return _row(name, f"{gap:.3g} nats, {mean:.3g} before", is_ok=gap <= MAX_JUMP * mean + ROUNDING)
 
 
 def table(rows: list[Row]) -> str:
     """The rows for a person to read."""
-    width = max(len(row.name) for row in rows)
-    return "".join(f"{'ok    ' if row.is_ok else 'FAILED'}  {row.name:<{width}}  {row.seen}\n" for row in rows)
+    first, width = (max(map(len, words)) for words in ([row.verdict for row in rows], [row.name for row in rows]))
+    return "".join(f"{row.verdict:<{first}}  {row.name:<{width}}  {row.seen}\n" for row in rows)
+
+
+def tell(rows: list[Row], ranks: Ranks) -> None:
+    """Print the table on rank 0; no rank ends before, or torchrun would end all. Collective, also without a group."""
+    if ranks.is_main:
+        sys.stdout.write(table(rows))
+        sys.stdout.flush()
+        ranks.store.set("check/told", "")
+    else:
+        ranks.store.wait(["check/told"])
 
 
 @record  # torchrun reports the traceback of the rank that failed
@@ -161,13 +289,11 @@ def main(arguments: list[str]) -> None:
     num_steps, *rest = arguments
     run = start(rest)
     rows = check(run, int(num_steps), lambda config, ranks: Policy(config, ranks, run.model_folder))
-    if run.ranks.is_main:
-        sys.stdout.write(table(rows))
-        sys.stdout.flush()
+    tell(rows, run.ranks)
     run.rewards.close()
+    if any(row.verdict == FAILED for row in rows):
+        sys.exit(1)  # the group is left only on success
     stop_ranks()
-    if not all(row.is_ok for row in rows):
-        sys.exit(1)
 
 
 if __name__ == "__main__":

@@ -69,7 +69,7 @@ class Clock:
         try:
             run()  # kernels are compiled, and tables made, in the first run
             self._synchronize()
-            row.ms = [self._once(run) for _ in range(repeats)]
+            row.ms = [self.once(run) for _ in range(repeats)]
             if on_device and self._ranks.device.type == "cuda":
                 row.device_ms = self._by_device(run, repeats)
         except Exception as error:  # noqa: BLE001 - that a way does not work for a model is a finding, and is printed
@@ -81,7 +81,8 @@ class Clock:
         )
         return row
 
-    def _once(self, run: Callable[[], Any]) -> float:
+    def once(self, run: Callable[[], Any]) -> float:
+        """This rank's milliseconds from the call, made by all ranks together, until its device was done. Collective."""
         if self._ranks.world_size > 1:
             self._ranks.gather(None, "starting together")
         started = time.perf_counter()

@@ -2,15 +2,12 @@
 
 import logging
 import os
-import random
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 from safetensors import safe_open
 from torch import nn
@@ -18,6 +15,8 @@ from torch import nn
 from colo.config import Config, EngineConfig
 from colo.engine.cpu import CpuSleep, prepare_cpu_backend
 from colo.engine.drafts import DRAFT, kept_parameters, kept_patterns
+from colo.engine.in_process import kept_process_state, map_before_freeing
+from colo.engine.planned_kv import kv_arguments
 from colo.ranks import Ranks
 from colo.types import Request, Sampling
 
@@ -25,11 +24,8 @@ if TYPE_CHECKING:
     from vllm import LLM
 
 logger = logging.getLogger(__name__)
-DEFAULT_CPU_KV_BYTES = 512 << 20
 MIN_CPU_BATCH = 4096
 """Tokens that a step on CPU may take, at least; a whole prompt must fit."""
-DEFAULT_GPU_SHARE = 0.45
-"""Of the card, for weights and KV cache: the policy and its optimizer stay on it while the engine is awake."""
 ENVIRONMENT = {
     "VLLM_LOGGING_LEVEL": "ERROR",
     "VLLM_NO_USAGE_STATS": "1",
@@ -68,10 +64,35 @@ class VllmParts:
         return self.cpu_sleep is not None
 
     def sleep(self, depth: str) -> None:
-        """Free weights and KV cache. A request in flight is kept and computed again later."""
-        self.llm.sleep(level=int(depth), mode="keep")
+        """Free the KV cache, and at depth 1 and 2 the weights. A request in flight is kept and computed again later."""
+        if depth == "kv":
+            self._free_kv()
+        else:
+            try:
+                self.llm.sleep(level=int(depth), mode="keep")
+            except AssertionError as error:
+                self._require_asleep(error)
         if self.cpu_sleep:
             self.cpu_sleep.sleep(depth)
+
+    def _free_kv(self) -> None:
+        """Free the KV cache alone. vLLM's `release_kv_cache_memory` asks for an engine that has just idled a step."""
+        self.pause(clear_cache=True)
+        executor = self.llm.llm_engine.model_executor
+        if self.cpu_sleep:
+            executor.sleeping_tags.add("kv_cache")  # vLLM's own does the same on CPU, and raises
+        else:
+            executor.discard(("kv_cache",))
+
+    def _require_asleep(self, error: AssertionError) -> None:
+        """Go on where another process took memory while vLLM freed its own.
+
+        vLLM 0.32.0 compares the card's free memory, which every process changes, after it has freed everything and
+        before it notes that.
+        """
+        if "Memory usage increased after sleeping" not in str(error):
+            raise error
+        self.llm.llm_engine.model_executor.sleeping_tags |= {"weights", "kv_cache"}
 
     def wake(self, tag: str) -> None:
         """Map "weights" or "kv_cache" again; vLLM takes one tag at a time."""
@@ -80,12 +101,18 @@ class VllmParts:
         if self.cpu_sleep:
             self.cpu_sleep.wake_weights() if tag == "weights" else self.cpu_sleep.wake_kv()
 
+    def shut_down(self) -> None:
+        """End vLLM, and with it the default process group."""
+        if not self.on_cpu:
+            map_before_freeing()
+        self.llm.llm_engine.engine_core.shutdown()
+
     def synchronize(self) -> None:
         """Wait until the device has done what was asked of it."""
         if not self.on_cpu:
             torch.cuda.synchronize()
 
-    def add_request(self, request_id: str, request: Request, sampling: Sampling) -> str:
+    def add_request(self, request_id: str, request: Request, sampling: Sampling, *, reads_cache: bool) -> str:
         """Hand one request to vLLM; return the id that its output will carry."""
         from vllm import SamplingParams  # noqa: PLC0415 - vLLM reads its environment on import, so not before the build
         from vllm.sampling_params import RequestOutputKind  # noqa: PLC0415
@@ -105,6 +132,7 @@ class VllmParts:
             stop=list(sampling.stop) or None,
             detokenize=bool(sampling.stop),  # only stop strings need text while sampling
             output_kind=RequestOutputKind.FINAL_ONLY,
+            skip_reading_prefix_cache=not reads_cache,
         )
         self.llm.llm_engine.add_request(request_id, {"prompt_token_ids": request.prompt_token_ids}, params)
         return request_id
@@ -126,9 +154,16 @@ class VllmParts:
         while core.batch_queue and not core.scheduler.has_requests():
             core.step_fn()
 
-    def pause(self, *, clear_cache: bool) -> None:
-        """Freeze what is in flight; with `clear_cache` its KV is computed again later."""
-        self._core.pause_scheduler("keep", clear_cache=clear_cache)
+    def pause(self, *, clear_cache: bool) -> list[Any]:
+        """Freeze what is in flight, and return what came of the last step; with `clear_cache` KV is computed again."""
+        core = self._core
+        core.pause_scheduler("keep", clear_cache=clear_cache)
+        outputs = []
+        # With async scheduling a batch may have run whose tokens nobody has fetched: they are of today's weights, and
+        # vLLM labels tokens when they are fetched. A cleared cache drops them, to be sampled again.
+        while core.batch_queue and not clear_cache:
+            outputs += self.llm.llm_engine.step()
+        return outputs
 
     def resume(self) -> None:
         """Go on with what is in flight."""
@@ -139,11 +174,25 @@ class VllmParts:
         return self.llm.llm_engine.engine_core.engine_core  # type: ignore[attr-defined]
 
 
-def build_vllm(config: Config, ranks: Ranks, model_folder: Path) -> VllmParts:
+def build_vllm(
+    config: Config,
+    ranks: Ranks,
+    model_folder: Path,
+    stand_ins: Iterable[tuple[str, torch.Tensor]],
+    *,
+    beside_policy: bool = True,
+) -> VllmParts:
     """Build the engine of this rank's tensor-parallel group. Collective over all ranks of the launch.
 
     The process group must be up, since replicas are independent only then; the generators of random, numpy
     and torch come out as they went in.
+
+    Args:
+        config: The run's.
+        ranks: Their process group is up.
+        model_folder: What vLLM reads.
+        stand_ins: Names and whole shapes of the model's tensors, for the size of the KV cache.
+        beside_policy: Whether it leaves room for a policy and its optimizer.
 
     Raises:
         ValueError: on every rank: an option that this device or this model does not take.
@@ -153,12 +202,13 @@ def build_vllm(config: Config, ranks: Ranks, model_folder: Path) -> VllmParts:
     logging.getLogger("vllm").setLevel(os.environ["VLLM_LOGGING_LEVEL"])  # it logs before it reads its own variable
     warnings.filterwarnings("ignore", category=FutureWarning, module="vllm")
     on_cpu = ranks.device.type == "cpu"
-    with _kept_process_state():
+    memory = kv_arguments(config, ranks, model_folder, stand_ins, beside_policy=beside_policy)
+    with kept_process_state():
         from vllm import LLM  # noqa: PLC0415 - slow, and it reads its environment on import: `import colo.train` must do without
 
         if on_cpu:
             prepare_cpu_backend()
-        llm = LLM(str(model_folder), **_vllm_arguments(config, ranks, on_cpu))
+        llm = LLM(str(model_folder), **(memory | _vllm_arguments(config, ranks, on_cpu)))
     worker = llm.llm_engine.model_executor.driver_worker
     model = worker.get_model()
     dtype = llm.llm_engine.vllm_config.model_config.dtype
@@ -196,9 +246,9 @@ def _vllm_arguments(config: Config, ranks: Ranks, on_cpu: bool) -> dict[str, Any
         num_drafted = config.engine.speculative.get("num_speculative_tokens", 0)  # they take room beside the prompt
         most = max(MIN_CPU_BATCH, longest + num_drafted)
         whole_prompts = {"enable_chunked_prefill": False, "max_num_batched_tokens": most}
-        arguments |= whole_prompts | {"kv_cache_memory_bytes": DEFAULT_CPU_KV_BYTES}
+        arguments |= whole_prompts
     else:
-        arguments |= {"enable_sleep_mode": True, "gpu_memory_utilization": DEFAULT_GPU_SHARE}
+        arguments["enable_sleep_mode"] = True
     return arguments | config.engine.vllm | _draft_arguments(config.engine, on_cpu)
 
 
@@ -228,28 +278,3 @@ def _kv_caches(llm: "LLM") -> list[torch.Tensor]:
                 if isinstance(tensor, torch.Tensor)
             ]
     return found
-
-
-@contextmanager
-def _kept_process_state() -> Iterator[None]:
-    """Undo what a build does to this process: it seeds every generator, and sets LOCAL_WORLD_SIZE.
-
-    It also freezes all live objects out of the garbage collector's sight. They stay so: a collection over those 700,000
-    takes 0.3 s, and vLLM collects four times a switch.
-    """
-    cuda = torch.cuda.is_available()
-    local_world_size = os.environ.get("LOCAL_WORLD_SIZE")
-    kept = (
-        random.getstate(),
-        np.random.get_state(),
-        torch.get_rng_state(),
-        torch.cuda.get_rng_state() if cuda else None,
-    )
-    yield
-    random.setstate(kept[0])
-    np.random.set_state(kept[1])
-    torch.set_rng_state(kept[2])
-    if kept[3] is not None:
-        torch.cuda.set_rng_state(kept[3])
-    if local_world_size is not None:
-        os.environ["LOCAL_WORLD_SIZE"] = local_world_size

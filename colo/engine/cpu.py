@@ -103,6 +103,7 @@ class CpuSleep:
         parameters = [parameter for model in models for parameter in model.parameters()]
         self._weights = _storages([parameter for parameter in parameters if id(parameter) not in stay])
         self._kv = _storages(kv_caches)
+        self._kept = _storages([parameter for parameter in parameters if id(parameter) in stay])
         self._sizes: dict[int, int] = {}
         self._backup: dict[int, Tensor] = {}
 
@@ -111,11 +112,19 @@ class CpuSleep:
         """Bytes that are freed now."""
         return sum(self._sizes.values())
 
+    @property
+    def mapped(self) -> tuple[list[Tensor], list[Tensor]]:
+        """What is in memory now of the weights, with what is kept and a copy to the side, and of the KV cache."""
+        weights = [tensor for key, tensor in self._weights.items() if key not in self._sizes]
+        kv = [tensor for key, tensor in self._kv.items() if key not in self._sizes]
+        return [*weights, *self._kept.values(), *self._backup.values()], kv
+
     def sleep(self, depth: str) -> None:
-        """Free the KV cache, and the weights: at depth 1 after a copy to the side, at depth 2 for good."""
+        """Free the KV cache; at depth 1 the weights too, after a copy to the side, and at depth 2 for good."""
         if depth == "1":
             self._backup = {key: tensor.detach().clone() for key, tensor in self._weights.items()}
-        for key, tensor in (self._weights | self._kv).items():
+        freed = self._kv if depth == "kv" else self._weights | self._kv
+        for key, tensor in freed.items():
             if key not in self._sizes:  # the KV cache may still sleep while the weights were woken
                 storage = tensor.untyped_storage()
                 self._sizes[key] = storage.nbytes()
@@ -131,7 +140,9 @@ class CpuSleep:
                     tensor.copy_(self._backup[key])
                 else:
                     _poison(tensor)
-        self._backup = {}
+        if self._backup:
+            self._backup = {}
+            trim_heap()
 
     def wake_kv(self) -> None:
         """Map the KV cache again, zeroed."""

@@ -173,7 +173,7 @@ class AcceptanceFloor:
         return ""
 
 
-Kind = tuple[float, float, int] | None
+Way = tuple[float, float, int]
 """Temperature, top-p and top-k, which acceptance depends on."""
 
 
@@ -199,27 +199,37 @@ def read_counts(llm: CountsDrafts) -> DraftCounts:
 class DraftWatch:
     """Acceptance of one engine's drafts, phase by phase; equal on all ranks. Its means start anew with the process.
 
-    Each way of sampling has a mean of its own: greedy tokens are accepted far more often than drawn ones.
+    Each way of sampling has a mean of its own: greedy tokens are accepted far more often than drawn ones. So has each
+    set of ways that were in flight together, since vLLM counts their drafts as one.
     """
 
     def __init__(self, llm: CountsDrafts, floor: float, *, has_weights: bool) -> None:
         """Watch `llm`; `floor` and `has_weights` as for `AcceptanceFloor`."""
         self._llm = llm
         self._floor, self._has_weights = floor, has_weights
-        self._floors: dict[Kind, AcceptanceFloor] = {}
-        self._counts: dict[Kind, DraftCounts] = {}
+        self._floors: dict[frozenset[Way], AcceptanceFloor] = {}
+        self._counts: dict[frozenset[Way], DraftCounts] = {}
         self._before = DraftCounts()
+        self._ways: frozenset[Way] = frozenset()
+        """Of what is in flight; of what was last in flight where nothing is."""
 
     def start(self) -> None:
         """A phase begins: after a wake, before it generates."""
         self._before, self._counts = read_counts(self._llm), {}
 
-    def note(self, sampling: Sampling | None) -> None:
-        """What was drafted since the last note, or the start, was for tokens sampled so; None if not known."""
+    def submit(self, sampling: Sampling, *, num_in_flight: int) -> None:
+        """A request is about to be submitted, beside others that are in flight."""
+        way = (sampling.temperature, sampling.top_p, sampling.top_k)
+        ways = self._ways | {way} if num_in_flight else frozenset({way})
+        if ways != self._ways:
+            self._count()
+            self._ways = ways
+
+    def _count(self) -> None:
+        """What was drafted since the last count, or the start, was for the ways in flight."""
         now = read_counts(self._llm)
-        kind = None if sampling is None else (sampling.temperature, sampling.top_p, sampling.top_k)
-        counted = [self._counts[kind]] if kind in self._counts else []
-        self._counts[kind] = sum_counts([*counted, now.since(self._before)])
+        counted = [self._counts[self._ways]] if self._ways in self._counts else []
+        self._counts[self._ways] = sum_counts([*counted, now.since(self._before)])
         self._before = now
 
     def finish(self, ranks: Ranks) -> dict[str, float]:
@@ -228,17 +238,17 @@ class DraftWatch:
         Raises:
             RuntimeError: on every rank: a draft with weights had none of its tokens accepted.
         """
-        self.note(None)
+        self._count()
         told = ranks.gather(self._counts, "counting accepted drafts")
         rows = told[:: ranks.tensor_parallel_size]  # the ranks of one engine count the same drafts
         totals = {}
-        for kind in dict.fromkeys(kind for row in rows for kind in row):
-            totals[kind] = sum_counts([row[kind] for row in rows if kind in row])
+        for ways in dict.fromkeys(ways for row in rows for ways in row):
+            totals[ways] = sum_counts([row[ways] for row in rows if ways in row])
         wrong = []
-        for kind, counts in totals.items():
-            if kind not in self._floors:
-                self._floors[kind] = AcceptanceFloor(self._floor, has_weights=self._has_weights)
-            wrong += [self._floors[kind].judge(counts)]
+        for ways, counts in totals.items():
+            if ways not in self._floors:
+                self._floors[ways] = AcceptanceFloor(self._floor, has_weights=self._has_weights)
+            wrong += [self._floors[ways].judge(counts)]
         for said in filter(None, wrong):
             if ranks.is_main:
                 logger.warning(said)

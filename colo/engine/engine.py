@@ -1,6 +1,6 @@
 """The vLLM engine in this process: build, generate, awake, sleep."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -10,24 +10,33 @@ from torch import Tensor
 from colo.config import Config
 from colo.engine import states
 from colo.engine.build import build_vllm
-from colo.engine.drafts import DraftWatch
+from colo.engine.depth import AUTO, GIB, AutoDepth, UpdatePeak, capacity_bytes
+from colo.engine.generation import Generation
+from colo.engine.memory import Ledger
+from colo.engine.memory_baseline import Baseline
+from colo.engine.memory_table import TOTAL
 from colo.engine.states import Call
-from colo.engine.updates import WeightUpdates
 from colo.ranks import Ranks
-from colo.rl.generator import require_same_tokens
-from colo.types import Completion, NamedTensors, Request, Sampling
+from colo.types import NamedTensors
 
-PAUSE_MODES = ("abort", "wait", "keep")
+DEPTHS = ("none", "kv", "1", "2")
 
 
-class Engine(WeightUpdates):
+class Engine(Generation):
     """One vLLM engine, spread over this rank's tensor-parallel group, asleep while the policy updates.
 
     Every method is for all ranks of the launch to call together, or is refused on each of them.
     """
 
     def __init__(
-        self, config: Config, ranks: Ranks, model_folder: Path, stand_ins: Iterable[tuple[str, Tensor]]
+        self,
+        config: Config,
+        ranks: Ranks,
+        model_folder: Path,
+        stand_ins: Iterable[tuple[str, Tensor]],
+        baseline: Baseline | None = None,
+        *,
+        beside_policy: bool = True,
     ) -> None:
         """Build the engine, plan and try its reload, and put it to sleep. Collective.
 
@@ -36,15 +45,23 @@ class Engine(WeightUpdates):
             ranks: Their process group is up, and every rank builds now.
             model_folder: What vLLM reads.
             stand_ins: What will be handed over at each reload: checkpoint names, whole shapes and dtypes, on meta.
+            baseline: The memory that was in use before, for the ledger.
+            beside_policy: Whether a policy will be trained beside it, for which a planned KV cache leaves room.
         """
-        parts = build_vllm(config, ranks, model_folder)
+        stand_ins = list(stand_ins)
+        parts = build_vllm(config, ranks, model_folder, stand_ins, beside_policy=beside_policy)
         super().__init__(config, ranks, parts, model_folder, stand_ins)
+        self._policy_bytes: Callable[[], Mapping[str, int]] = dict
+        self.ledger = Ledger(parts, baseline or Baseline(), lambda: self._policy_bytes(), config)
         self._depth = config.engine.sleep
-        self._watch = None
-        if config.engine.speculative:
-            self._watch = DraftWatch(parts.llm, config.engine.draft_floor, has_weights=parts.draft is not None)
+        margin = int(config.engine.sleep_margin_gib * GIB)
+        self._auto = AutoDepth(ranks, margin) if self._depth == AUTO else None
         self.sleep()
         self._timings.take()  # the sleep after the build is part of no step
+
+    def account_for(self, policy_bytes: Callable[[], Mapping[str, int]]) -> None:
+        """Let the ledger ask what the policy holds at a time, in bytes: policy_parameters, gradients, optimizer."""
+        self._policy_bytes = policy_bytes
 
     def is_sleeping(self) -> bool:
         """True while the weights are freed."""
@@ -52,7 +69,12 @@ class Engine(WeightUpdates):
 
     @contextmanager
     def awake(
-        self, weights: NamedTensors, version: str, *, draft_weights: NamedTensors | None = None
+        self,
+        weights: NamedTensors,
+        version: str,
+        *,
+        draft_weights: NamedTensors | None = None,
+        step_aside: Callable[[], None] | None = None,
     ) -> Iterator[None]:
         """Inside, the engine generates with `weights` and has the free memory; outside, the policy has it. Collective.
 
@@ -60,19 +82,64 @@ class Engine(WeightUpdates):
             weights: Every tensor of the policy, by checkpoint name, in one order on every rank.
             version: Their label: how many optimizer updates are in them.
             draft_weights: As for `reload`.
+            step_aside: Called once the engine holds the weights and before its KV cache is mapped: frees or moves what
+                `weights` yielded.
 
         Raises:
             EngineStateError: the engine is broken or in the middle of a weight update.
             RuntimeError: as `reload`, or none of a draft's tokens was accepted.
         """
         self.wake_up(["weights"])
+        self.ledger.note("wake")
         self.reload(weights, version, draft_weights=draft_weights)
+        self.ledger.note("reload")
+        if step_aside:
+            self.drop_policy_views()
+            step_aside()
         self.wake_up(["kv_cache"])
         self.reset_prefix_cache()
         with self._draft_watched():
             yield
+        self.ledger.note("generate")
         # No `finally`: after an error the process is ending, and tidying up would hide the cause.
         self.sleep()
+        self.ledger.note("asleep")
+
+    @contextmanager
+    def aside(self, num_tokens: int, held_at_peak: Callable[[], Mapping[str, int]] = dict) -> Iterator[None]:
+        """Inside, the policy updates, in the memory that the engine's sleep leaves it. Collective.
+
+        What it takes is in the ledger, and with engine.sleep=auto it decides how deep the engine sleeps: now, where
+        this update's micro-batches are larger than those before, and from the next sleep on.
+
+        Args:
+            num_tokens: Of this rank's largest micro-batch, padding counted.
+            held_at_peak: What the policy held at the most inside, asked at the end; of the parts of `account_for`.
+
+        Raises:
+            OutOfMemoryError: memory ran out inside; says who held it, and which settings would make it fit.
+        """
+        if self._auto:
+            depth = self._auto.for_update(num_tokens, *self._awake_bytes())
+            if depth != self._auto.depth:
+                self.sleep(depth)
+        with self.ledger.updating(held_at_peak):
+            yield
+        if self._auto:
+            seen = self.ledger.last("update")
+            peak = UpdatePeak(
+                used=seen[TOTAL],
+                capacity=capacity_bytes(self._ranks.device),
+                mapped=seen["engine_weights"] + seen["kv_cache"],
+                activations=seen["activations"],
+                num_tokens=num_tokens,
+            )
+            self._auto.add(peak, *self._awake_bytes())
+
+    def _awake_bytes(self) -> tuple[int, int]:
+        """What weights and KV cache took when the engine was last awake."""
+        seen = self.ledger.last("generate")
+        return seen["engine_weights"], seen["kv_cache"]
 
     def wake_up(self, tags: list[str] | None = None) -> None:
         """Map what sleep freed: "weights", then "kv_cache"; None is both. Collective.
@@ -92,10 +159,10 @@ class Engine(WeightUpdates):
             states.check(self.state, Call.WAKE_WEIGHTS if is_weights else Call.WAKE_KV)
             needed = self.is_sleeping() if is_weights else not self.state.has_kv
             if needed:
-                with self._timings.timed("switch/wake_s"), self._breaks("wake_up"):
+                with self._timings.timed("switch/wake_s"), self.ledger.explains("wake_up"), self._breaks("wake_up"):
                     self._parts.wake(tag)
                     if self.state.paused and not is_weights:
-                        self._parts.pause(clear_cache=False)  # vLLM's wake has resumed it
+                        self._requests.freeze(clear_cache=False)  # vLLM's wake has resumed it
                 if is_weights and self.state.depth == "2":
                     self._reloader.forget()
             self.state = states.after_wake_weights(self.state) if is_weights else states.after_wake_kv(self.state)
@@ -104,13 +171,21 @@ class Engine(WeightUpdates):
         """Free memory for the policy; requests in flight are kept, and computed again after the wake. Collective.
 
         Args:
-            depth: "none", "1" (weights to the host) or "2" (weights dropped); default engine.sleep.
+            depth: "none", "kv" (the KV cache dropped), "1" (and the weights to the host) or "2" (and the weights
+                dropped); default engine.sleep.
+
+        Raises:
+            EngineStateError: asleep at another depth of 1 and 2, or inside a weight update.
+            ValueError: no such depth.
         """
-        depth = self._depth if depth is None else depth
+        if depth is None:
+            depth = self._auto.depth if self._auto else self._depth
+        if depth not in DEPTHS:
+            raise ValueError(f"depth must be one of {', '.join(DEPTHS)}, got {depth!r}")
         states.check(self.state, Call.SLEEP, in_flight=len(self._requests), depth=depth)
         if self.is_sleeping():
             return
-        if depth != "none":
+        if depth in ("1", "2") or (depth == "kv" and self.state.has_kv):
             with self._timings.timed("switch/sleep_s"), self._breaks("sleep"):
                 self._parts.sleep(depth)
         self.state = states.after_sleep(self.state, depth)
@@ -130,118 +205,13 @@ class Engine(WeightUpdates):
             self._draft.keep_as_is()
         return result
 
-    def abort(self, request_ids: list[str] | None = None) -> list[Completion]:
-        """Drop requests in flight, by default all, without a pause.
-
-        Returns:
-            What they have so far, with its logprobs and spans and the finish reason "abort".
-        """
-        states.check(self.state, Call.ABORT)
-        return self._requests.abort(request_ids)
-
-    def pause_generation(self, mode: str = "abort", *, clear_cache: bool = True) -> None:
-        """Stop generating until `resume_generation`: `submit` queues, `step` does nothing, `generate` is refused.
-
-        Args:
-            mode: "abort" drops what is in flight: what it has so far comes out of `finished`. "wait" finishes it first.
-                "keep" freezes it: it goes on after the resume, also over a reload and a sleep.
-            clear_cache: Forget the KV cache; what is kept is computed again. Without, a reload leaves KV of the old
-                weights in use, which `engine/stale_kv_requests` counts.
-
-        Raises:
-            EngineStateError: "wait" where no step is legal; any where the engine is broken.
-            ValueError: no such mode.
-        """
-        states.check(self.state, Call.PAUSE)
-        if mode not in PAUSE_MODES:
-            raise ValueError(f"mode must be one of {', '.join(PAUSE_MODES)}, got {mode!r}")
-        if mode == "wait" and self._requests:
-            states.check(self.state, Call.STEP)
-            if self.state.paused:
-                raise states.refusal(
-                    self.state, Call.PAUSE, "it is paused, so that nothing would finish", f"call {Call.RESUME}"
-                )
-        if mode == "abort":
-            self._requests.put_back(self._requests.abort())
-        while mode == "wait" and self._requests:
-            self.step()
-        if self.state.has_kv:
-            self._parts.pause(clear_cache=clear_cache)
-        self._keeps_kv = not clear_cache
-        self.state = states.paused(self.state, is_paused=True)
-
-    def resume_generation(self) -> None:
-        """Go on after `pause_generation`; while the engine sleeps, from its wake on."""
-        states.check(self.state, Call.RESUME)
-        if self.state.has_kv:
-            self._parts.resume()
-        self._keeps_kv = False
-        self.state = states.paused(self.state, is_paused=False)
-
-    def is_paused(self) -> bool:
-        """True between `pause_generation` and `resume_generation`."""
-        return self.state.paused
-
-    def generate(self, requests: list[Request], sampling: Sampling, what: str = "rollout") -> list[Completion]:
-        """Sample every request to its end. Collective over the tensor-parallel group.
-
-        Args:
-            requests: The same on each rank of the group.
-            sampling: For all of them.
-            what: What other ranks are told that this one is doing.
-
-        Returns:
-            One completion per request, in the order of `requests`.
-
-        Raises:
-            EngineStateError: the engine does not hold proven weights, or is paused.
-            RuntimeError: the ranks of the group sampled different tokens, or a logprob is missing.
-        """
-        states.check(self.state, Call.GENERATE)
-        for request in requests:
-            self.submit(request, sampling)
-        done = 0
-        while self._requests:
-            done += self.step()
-            self._ranks.report(what, f"{done} of {len(requests)} done")
-        if self._watch:
-            self._watch.note(sampling)
-        found = {(completion.slot, completion.sample): completion for completion in self.finished()}
-        completions = [found.pop((request.slot, request.sample)) for request in requests]
-        self._requests.put_back(list(found.values()))  # those that were submitted by hand before
-        require_same_tokens(completions, self._ranks, what)
-        return completions
-
-    def submit(self, request: Request, sampling: Sampling) -> str:
-        """Queue one request; return the id that `abort` takes."""
-        states.check(self.state, Call.SUBMIT)
-        return self._requests.submit(request, sampling)
-
-    def step(self) -> int:
-        """One scheduler step; return how many requests it finished. While paused it does nothing."""
-        states.check(self.state, Call.STEP)
-        return 0 if self.state.paused else self._requests.step()
-
-    def finished(self) -> list[Completion]:
-        """The completions that finished since the last call."""
-        return self._requests.finished()
-
     def close(self) -> None:
         """Shut vLLM down, and with it the default process group. Collective, last of all: on success only."""
-        self._parts.llm.llm_engine.engine_core.shutdown()
+        self._parts.shut_down()
 
     def take_metrics(self) -> dict[str, float]:
-        """Seconds and bytes of the switches, and acceptance of drafts, since the last call, by metric name."""
-        return self._timings.take()
-
-    @contextmanager
-    def _draft_watched(self) -> Iterator[None]:
-        if self._watch is None:
-            yield
-            return
-        self._watch.start()
-        yield
-        self._timings.add(self._watch.finish(self._ranks))
+        """Seconds, bytes and memory of the switches, and acceptance of drafts, since the last call, by metric name."""
+        return self._timings.take() | self.ledger.take()
 
     @contextmanager
     def _breaks(self, what: str) -> Iterator[None]:

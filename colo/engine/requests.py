@@ -12,8 +12,10 @@ class Requests:
     def __init__(self, parts: VllmParts) -> None:
         self._parts = parts
         self._in_flight: dict[str, Request] = {}
-        self._finished: list[Completion] = []
+        self._finished: dict[str, Completion] = {}
         self._num_submitted = 0
+        self.reads_cache = True
+        """Whether those to come may be served from cached prefixes."""
 
     def __len__(self) -> int:
         """How many are in flight."""
@@ -22,41 +24,53 @@ class Requests:
     def submit(self, request: Request, sampling: Sampling) -> str:
         """Hand one to vLLM; return the id that `abort` takes."""
         self._num_submitted += 1
-        request_id = self._parts.add_request(str(self._num_submitted), request, sampling)
+        request_id = self._parts.add_request(str(self._num_submitted), request, sampling, reads_cache=self.reads_cache)
         self._in_flight[request_id] = request
         return request_id
 
     def step(self) -> int:
         """One scheduler step; return how many it finished."""
-        finished = [output for output in self._parts.llm.llm_engine.step() if output.finished]
-        self._finished += [_to_completion(self._in_flight.pop(output.request_id), output) for output in finished]
-        return len(finished)
+        return self._add(self._parts.llm.llm_engine.step())
+
+    def freeze(self, *, clear_cache: bool) -> None:
+        """Stop all where they are; with `clear_cache` their KV is computed again later."""
+        self._add(self._parts.pause(clear_cache=clear_cache))
 
     def finished(self) -> list[Completion]:
-        """Those that finished since the last call."""
-        completions, self._finished = self._finished, []
+        """Those that finished since the last call, without what `take` took."""
+        completions, self._finished = list(self._finished.values()), {}
         return completions
 
-    def abort(self, request_ids: list[str] | None = None) -> list[Completion]:
-        """Drop some in flight, or all, and return what they have so far, with the finish reason "abort".
+    def take(self, request_ids: list[str]) -> list[Completion]:
+        """The finished completions of these requests, in their order."""
+        return [self._finished.pop(request_id) for request_id in request_ids]
+
+    def _add(self, outputs: list[Any]) -> int:
+        finished = [output for output in outputs if output.finished]
+        for output in finished:
+            self._finished[output.request_id] = _to_completion(self._in_flight.pop(output.request_id), output)
+        return len(finished)
+
+    def abort(self, request_ids: list[str] | None = None) -> dict[str, Completion]:
+        """Drop some in flight, or all, and return by id what they have so far, with the finish reason "abort".
 
         Raises:
             ValueError: an id that is not in flight.
         """
-        ids = list(self._in_flight) if request_ids is None else request_ids
+        ids = list(self._in_flight if request_ids is None else dict.fromkeys(request_ids))
         unknown = [request_id for request_id in ids if request_id not in self._in_flight]
         if unknown:
             raise ValueError(f"request_ids must be in flight, got {unknown[0]!r}, one of {len(unknown)} that are not")
         # vLLM drops its own record without a word when it runs in this process.
-        partial = [_to_completion(self._in_flight[one], self._parts.output_so_far(one)) for one in ids]
+        partial = {one: _to_completion(self._in_flight[one], self._parts.output_so_far(one)) for one in ids}
         self._parts.abort(ids)
         for request_id in ids:
             del self._in_flight[request_id]
         return partial
 
-    def put_back(self, completions: list[Completion]) -> None:
-        """Count completions among those that finished."""
-        self._finished += completions
+    def abort_all(self) -> None:
+        """Drop all in flight, and count what they have so far among those that finished."""
+        self._finished |= self.abort()
 
 
 def _to_completion(request: Request, output: Any) -> Completion:

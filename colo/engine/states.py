@@ -176,9 +176,8 @@ def after_build() -> EngineState:
 def after_sleep(state: EngineState, depth: str) -> EngineState:
     """Depth none frees nothing and kv frees the cache; both still mean that old weights may not generate again."""
     if depth in ("none", "kv"):
-        return EngineState(
-            phase=Phase.STALE, why=f"slept at depth {depth}", has_kv=depth == "none", paused=state.paused
-        )
+        has_kv = state.has_kv and depth == "none"
+        return EngineState(phase=Phase.STALE, why=f"slept at depth {depth}", has_kv=has_kv, paused=state.paused)
     return EngineState(phase=Phase.ASLEEP, depth=depth, has_kv=False, paused=state.paused)
 
 

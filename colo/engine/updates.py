@@ -155,9 +155,19 @@ class WeightUpdates:
         Raises:
             RuntimeError: blocks are in use, so that vLLM kept them: on every rank, and the engine is STALE.
         """
+        self._forget_prefixes(keeps_kv=False)
+
+    def _forget_prefixes(self, *, keeps_kv: bool) -> None:
+        """Let no request to come read a prefix that is cached now; `keeps_kv` leaves those in flight their own.
+
+        Where some are, the cache cannot be reset: until the next time it is not read.
+        """
 
         def reset() -> None:
-            if not self._parts.llm.reset_prefix_cache(reset_running_requests=bool(self._requests)):
+            self._requests.reads_cache = not (keeps_kv and self._requests)
+            if self._requests.reads_cache and not self._parts.llm.reset_prefix_cache(
+                reset_running_requests=bool(self._requests)
+            ):
                 raise RuntimeError("the prefix cache was not reset: blocks are in use")
 
         before, self.state = self.state, states.stale(self.state, "the prefix cache was not reset")
@@ -192,9 +202,10 @@ class WeightUpdates:
 
     def _set_loaded(self, version: str) -> None:
         self._parts.llm.update_weight_version(version)
-        is_kept = self._keeps_kv and self._ranks.any(bool(self._requests), "looking for kept requests")
-        if self.state.has_kv and is_kept:
-            self._timings.add({"engine/stale_kv_requests": float(len(self._requests))})
-        elif self.state.has_kv:
-            self.reset_prefix_cache()  # what is in flight is computed again
+        if self.state.has_kv:
+            if self._keeps_kv:  # of a pause, which is for all ranks
+                counts = self._ranks.gather(len(self._requests), "counting requests that keep KV of older weights")
+                num_kept = sum(counts[:: self._ranks.tensor_parallel_size])
+                self._timings.add({"engine/stale_kv_requests": float(num_kept)} if num_kept else {})
+            self._forget_prefixes(keeps_kv=self._keeps_kv)  # else what is in flight is computed again
         self.state = states.after_reload(self.state, version)

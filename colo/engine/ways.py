@@ -30,7 +30,8 @@ class ReloadWays:
     ) -> None:
         """Build the engine, plan and try its reload. Collective; arguments as for `Engine`."""
         self._ranks, self._config = ranks, config
-        self._parts = build_vllm(config, ranks, model_folder)
+        stand_ins = list(stand_ins)
+        self._parts = build_vllm(config, ranks, model_folder, stand_ins)
         self._targets = engine_tensors(self._parts.model)
         self._reloader = Reloader(
             self._parts, self._parts.model, self._targets, stand_ins, model_folder, ranks, config.reload

@@ -1,7 +1,7 @@
 """AdamW over sharded parameters: its learning rate, the gradient norm over all ranks, and its state in checkpoints."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import torch
@@ -53,8 +53,19 @@ def make_optimizer(parameters: list[nn.Parameter], update: UpdateConfig) -> torc
 
 def local_gradients(parameters: list[nn.Parameter]) -> list[Tensor]:
     """This rank's shards of the gradients there are, as views."""
-    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    return [gradient.to_local() if isinstance(gradient, DTensor) else gradient for gradient in gradients]
+    return [local_shard(parameter.grad) for parameter in parameters if parameter.grad is not None]
+
+
+@torch.no_grad()
+def local_shard(tensor: Tensor) -> Tensor:
+    """This rank's part of a tensor, without a graph."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
+
+
+def storage_bytes(tensors: Iterable[Tensor]) -> int:
+    """What this rank's parts take: each storage once, however many tensors are in it; 0 for one that is freed."""
+    storages = [local_shard(tensor).untyped_storage() for tensor in tensors]
+    return sum({storage._cdata: storage.nbytes() for storage in storages}.values())
 
 
 def sum_of_squares(gradients: list[Tensor]) -> float:
@@ -70,14 +81,19 @@ def clip(gradients: list[Tensor], grad_norm: float, max_grad_norm: float) -> Non
 
 
 def optimizer_tensors(
-    optimizer: torch.optim.AdamW, parameters: dict[str, nn.Parameter]
+    optimizer: torch.optim.AdamW, parameters: dict[str, nn.Parameter], whole: Callable[[Tensor], Tensor]
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield ("exp_avg.PARAMETER", whole tensor) and so on. Collective: every rank takes all of them."""
+    """Yield ("exp_avg.PARAMETER", whole tensor) and so on. Collective: every rank takes all of them.
+
+    Args:
+        optimizer: Of the parameters.
+        parameters: By name.
+        whole: Collective: makes a moment whole.
+    """
     for name, parameter in parameters.items():
         state = moments(optimizer, parameter)
         for moment in MOMENTS:
-            tensor = state[moment]
-            yield f"{moment}.{name}", tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+            yield f"{moment}.{name}", whole(state[moment])
 
 
 def load_optimizer_tensors(

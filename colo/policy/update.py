@@ -78,6 +78,7 @@ class _Step:
 def update_policy(policy: "Policy", batch: Batch) -> dict[str, float]:
     """As `Policy.update`."""
     started = time.perf_counter()
+    policy.offload.start_update()
     update = policy.config.update
     num_steps = len(batch.minibatches) * update.num_epochs
     minibatches = _prepare(policy, batch)
@@ -90,9 +91,8 @@ def update_policy(policy: "Policy", batch: Batch) -> dict[str, float]:
             own_loss = _accumulate_gradients(policy, minibatch, sums, first_pass if num_steps == 1 else None)
             steps.append(_optimizer_step(policy, minibatch, own_loss, None if steps else first_pass.gap.totals()))
     num_trained = sum(minibatch.num_loss_tokens for minibatch in minibatches)
-    metrics = _reduced(policy, batch, minibatches, sums, first_pass)
     return (
-        metrics
+        _reduced(policy, batch, minibatches, sums, first_pass)
         | steps[0].gap
         | {
             "loss": sum(step.loss for step in steps) / num_steps,
@@ -224,6 +224,7 @@ def _optimizer_step(policy: "Policy", minibatch: _Minibatch, loss: float, gap: G
     """
     config, parameters = policy.config, list(policy.parameters.values())
     gradients = adamw.local_gradients(parameters)
+    policy.gradient_bytes = adamw.storage_bytes(gradients)
     rows = policy.ranks.gather((loss, adamw.sum_of_squares(gradients), gap), "the gradient norm and the gap")
     _refuse_non_finite(policy, rows)
     metrics = gap_metrics([row[2] for row in rows if row[2] is not None])
@@ -239,6 +240,7 @@ def _optimizer_step(policy: "Policy", minibatch: _Minibatch, loss: float, gap: G
     adamw.clip(gradients, grad_norm, config.update.max_grad_norm)
     for group in policy.optimizer.param_groups:
         group["lr"] = lr
+    policy.offload.bring_moments_back()
     policy.optimizer.step()
     policy.optimizer.zero_grad()
     policy.num_updates += 1

@@ -193,3 +193,8 @@ def _std(rewards: list[float]) -> float:
         return 0.0  # an evaluation samples one completion a prompt
     mean = math.fsum(rewards) / len(rewards)
     return math.sqrt(math.fsum((reward - mean) ** 2 for reward in rewards) / (len(rewards) - 1))
+
+
+def largest_micro_batch(batch: Batch) -> int:
+    """Tokens of this rank's largest micro-batch, padding counted; 0 where it has none."""
+    return max((micro.token_ids_BT.numel() for micros in batch.minibatches for micro in micros), default=0)

@@ -93,6 +93,7 @@ class CarryOver:
         Returns:
             The complete groups' places in `groups`, in the order in which they became complete.
         """
+        engine.require_ready()  # a paused one would queue requests, and take no step
         for index, group in enumerate(groups):
             for completion in group.completions:
                 if completion.finish_reason == UNFINISHED:

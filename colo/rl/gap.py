@@ -24,47 +24,56 @@ BINS_PER_OCTAVE = 32
 in it."""
 LOWEST_BIN, HIGHEST_BIN = -30 * BINS_PER_OCTAVE, 10 * BINS_PER_OCTAVE
 """From 2^-30, below which a gap counts as 0, to 2^10 nats, where a probability ratio is beyond a float64 already."""
+NO_AGE = -1
+"""Of what is no loss token."""
+TOLD_BY_AGE = ("mean_abs", "num_tokens")
+"""What an alarm says of each age."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AgeTotals:
+    """One rank's gap over tokens of one age, in plain numbers."""
+
+    sums: dict[str, float]
+    """`num_tokens`, and sums over them of `gap`, `gap_abs`, `kl` (k3 of the gap) and `ratio`."""
+    largest: float
+    """The largest |gap|."""
+    histogram: dict[int, int]
+    """Tokens by the bin of their |gap|."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class GapTotals:
-    """One rank's gap in plain numbers, which add up over ranks."""
+    """One rank's gap, which adds up over ranks."""
 
-    sums: dict[int, dict[str, float]]
-    """By age: `num_tokens`, and sums over them of `gap`, `gap_abs`, `kl` (k3 of the gap) and `ratio`."""
-    largest: float
-    """The largest |gap|; 0 without tokens."""
-    histogram: dict[int, int]
-    """Loss tokens by the bin of their |gap|."""
+    by_age: dict[int, AgeTotals]
+    """Of the ages that occur among its loss tokens."""
 
 
 class GapSums:
     """The gap of one rank's micro-batches; it stays on the device until `totals`."""
 
     def __init__(self) -> None:
-        self._parts: list[tuple[Tensor, MicroBatch]] = []
+        self._parts: list[Tensor] = []
 
     def add(self, policy_logprobs_BT: Tensor, batch: MicroBatch) -> None:
-        """Take in a micro-batch.
+        """Take in a micro-batch, without waiting for the device.
 
         Args:
             policy_logprobs_BT: [B, T] nats, before any optimizer step on this rollout.
             batch: Gives the engine's logprobs and the ages; what stands off its loss mask is not read.
         """
-        self._parts.append((policy_logprobs_BT.detach().double() - batch.engine_logprobs_BT.double(), batch))
+        gap_BT = policy_logprobs_BT.detach().double() - batch.engine_logprobs_BT.double()
+        age_BT = torch.where(batch.loss_mask_BT, batch.ages_BT, NO_AGE)
+        self._parts.append(torch.stack([gap_BT.flatten(), age_BT.flatten().double()]))
 
     def totals(self) -> GapTotals:
         """Sum over all loss tokens; waits for the device."""
         assert self._parts, "the gap must have seen a micro-batch, which may be without loss tokens"
         # Summed on the CPU: a float64 for each loss token is little, and its sums repeat bit for bit.
-        gap = torch.cat([gap_BT[batch.loss_mask_BT] for gap_BT, batch in self._parts]).cpu()
-        age = torch.cat([batch.ages_BT[batch.loss_mask_BT] for _, batch in self._parts]).cpu()
-        bins, counts = _bins(gap.abs()).unique(return_counts=True)
-        return GapTotals(
-            sums={number: _sums(gap[age == number]) for number in age.unique().tolist()},
-            largest=gap.abs().max().item() if gap.numel() else 0.0,
-            histogram=dict(zip(bins.tolist(), counts.tolist(), strict=True)),
-        )
+        gap, age = torch.cat(self._parts, dim=1).cpu()
+        ages = age.unique().tolist()
+        return GapTotals(by_age={int(number): _totals(gap[age == number]) for number in ages if number != NO_AGE})
 
 
 def gap_metrics(totals: Sequence[GapTotals]) -> dict[str, float]:
@@ -74,32 +83,20 @@ def gap_metrics(totals: Sequence[GapTotals]) -> dict[str, float]:
         In nats per loss token: `gap/mean`, `gap/mean_abs`, `gap/max_abs`, `gap/p50_abs` and `gap/p99_abs` (percentiles
         of |gap|, to 1.1 %), and `gap/kl`, the k3 estimate of KL(engine || policy). `gap/ratio_mean` is the mean
         probability ratio of policy to engine, 1 but for sampling noise where the engine sampled what it says. Where
-        not all tokens have age 0, for each age that occurs `gap/age_N/mean_abs`, `gap/age_N/kl` and
-        `gap/age_N/num_tokens`. Empty where no token trained: there is no gap to speak of, and 0 would claim there was.
+        not all tokens have age 0, the same as `gap/age_N/...` for each age that occurs, with its `num_tokens`. Empty
+        where no token trained: there is no gap to speak of, and 0 would claim there was.
 
     Source: k3, joschu.net/blog/kl-approx.html, with exp(gap) the ratio of policy to engine.
     """
-    by_age = {age: _added([row.sums[age] for row in totals if age in row.sums]) for age in _ages(totals)}
-    if not by_age:
+    ages = sorted({age for row in totals for age in row.by_age})
+    if not ages:
         return {}
-    total = _added(list(by_age.values()))
-    largest = max(row.largest for row in totals)
-    histogram = _added([row.histogram for row in totals])
-    num_tokens = total["num_tokens"]
-    metrics = {
-        "gap/mean": total["gap"] / num_tokens,
-        "gap/mean_abs": total["gap_abs"] / num_tokens,
-        "gap/max_abs": largest,
-        "gap/p50_abs": min(largest, _percentile(histogram, 0.50)),
-        "gap/p99_abs": min(largest, _percentile(histogram, 0.99)),
-        "gap/kl": total["kl"] / num_tokens,
-        "gap/ratio_mean": total["ratio"] / num_tokens,
-    }
-    if set(by_age) != {0}:
-        for age, sums in by_age.items():
-            metrics[f"gap/age_{age}/mean_abs"] = sums["gap_abs"] / sums["num_tokens"]
-            metrics[f"gap/age_{age}/kl"] = sums["kl"] / sums["num_tokens"]
-            metrics[f"gap/age_{age}/num_tokens"] = sums["num_tokens"]
+    by_age = {age: _joined([row.by_age[age] for row in totals if age in row.by_age]) for age in ages}
+    metrics = _metrics("gap", _joined(list(by_age.values())))
+    if ages != [0]:
+        for age, of_age in by_age.items():
+            metrics |= _metrics(f"gap/age_{age}", of_age)
+            metrics[f"gap/age_{age}/num_tokens"] = of_age.sums["num_tokens"]
     return metrics
 
 
@@ -110,7 +107,8 @@ def gap_above(metrics: Mapping[str, float], option: str, limit: float) -> str:
     mean_abs = metrics.get("gap/mean_abs", 0.0)
     if limit == 0 or mean_abs <= limit:
         return ""
-    others = ", ".join(f"{name} {value:.4g}" for name, value in metrics.items() if name != "gap/mean_abs")
+    told = [name for name in metrics if "/age_" not in name or name.endswith(TOLD_BY_AGE)]
+    others = ", ".join(f"{name} {metrics[name]:.4g}" for name in told if name != "gap/mean_abs")
     return f"gap/mean_abs must be at most {option} {limit}, got {mean_abs} ({others})"
 
 
@@ -142,18 +140,41 @@ class GapTrend:
         return median(self.history[-half:]) / earlier
 
 
-def _sums(gap: Tensor) -> dict[str, float]:
+def _totals(gap: Tensor) -> AgeTotals:
+    """Of at least one token."""
+    bins, counts = _bins(gap.abs()).unique(return_counts=True)
+    return AgeTotals(
+        sums={
+            "num_tokens": float(gap.numel()),
+            "gap": gap.sum().item(),
+            "gap_abs": gap.abs().sum().item(),
+            "kl": k3(gap).sum().item(),
+            "ratio": gap.exp().sum().item(),
+        },
+        largest=gap.abs().max().item(),
+        histogram=dict(zip(bins.tolist(), counts.tolist(), strict=True)),
+    )
+
+
+def _joined(parts: Sequence[AgeTotals]) -> AgeTotals:
+    return AgeTotals(
+        sums=_added([part.sums for part in parts]),
+        largest=max(part.largest for part in parts),
+        histogram=_added([part.histogram for part in parts]),
+    )
+
+
+def _metrics(area: str, totals: AgeTotals) -> dict[str, float]:
+    num_tokens, largest = totals.sums["num_tokens"], totals.largest
     return {
-        "num_tokens": float(gap.numel()),
-        "gap": gap.sum().item(),
-        "gap_abs": gap.abs().sum().item(),
-        "kl": k3(gap).sum().item(),
-        "ratio": gap.exp().sum().item(),
+        f"{area}/mean": totals.sums["gap"] / num_tokens,
+        f"{area}/mean_abs": totals.sums["gap_abs"] / num_tokens,
+        f"{area}/max_abs": largest,
+        f"{area}/p50_abs": min(largest, _percentile(totals.histogram, 0.50)),
+        f"{area}/p99_abs": min(largest, _percentile(totals.histogram, 0.99)),
+        f"{area}/kl": totals.sums["kl"] / num_tokens,
+        f"{area}/ratio_mean": totals.sums["ratio"] / num_tokens,
     }
-
-
-def _ages(totals: Sequence[GapTotals]) -> list[int]:
-    return sorted({age for row in totals for age in row.sums})
 
 
 def _added(rows: Sequence[dict[Key, Number]]) -> dict[Key, Number]:

@@ -14,6 +14,10 @@ class Generator(Protocol):
         """Sample every request to its end, in order."""
         ...
 
+    def require_ready(self) -> None:
+        """Refuse an engine that cannot generate now."""
+        ...
+
     def submit(self, request: Request, sampling: Sampling) -> str:
         """Queue one request."""
         ...

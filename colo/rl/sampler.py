@@ -1,6 +1,7 @@
 """What a step trains on: prompts to the engine, completed and scored groups back, now or a step late."""
 
 import dataclasses
+import hashlib
 import logging
 import time
 from pathlib import Path
@@ -85,10 +86,11 @@ class Sampler:
         state: dict[str, Any] = {}
         if self._schedule.pending is not None:
             pending = self._schedule.pending
-            rows = [group_rows(group) for group in pending.groups]
+            rows = [_marked(group_rows(group), group.prompt) for group in pending.groups]
             state = {"first_step": pending.first_step, "metrics": pending.metrics, "pending": self._interleaved(rows)}
         if self._carry_over is not None:
-            state["carried"] = self._interleaved([carried_row(group) for group in self._carry_over.held])
+            held = [_marked([carried_row(group)], group.prompt)[0] for group in self._carry_over.held]
+            state["carried"] = self._interleaved(held)
         return state | {"options": self._options()} if state else {}
 
     def load_state(self, state: dict[str, Any]) -> None:
@@ -141,19 +143,23 @@ class Sampler:
         return [row for of_turn in zip(*of_replicas, strict=True) for row in of_turn]
 
     def _options(self) -> dict[str, Any]:
-        """With which what is held was sampled; `rollout.save` has no part in that."""
-        rollout = dataclasses.asdict(self._config.rollout)
+        """With which what is held was sampled and scored; `rollout.save` and time limits have no part in that."""
+        config = self._config
+        rollout = dataclasses.asdict(config.rollout)
         del rollout["save"]
-        return {"schedule": self._config.schedule} | {f"rollout.{name}": value for name, value in rollout.items()}
+        return {
+            "schedule": config.schedule,
+            "seed": config.seed,
+            "reward": config.reward_weights,
+            "scoring.timeout_reward": config.scoring.timeout_reward,
+        } | {f"rollout.{name}": value for name, value in rollout.items()}
 
     def _differing(self, state: dict[str, Any], by_row: dict[int, Prompt]) -> list[str]:
         was, now = state["options"], self._options()
         differ = [name for name, value in now.items() if name in was and was[name] != value]  # a newer one is not there
         rows = [row for of_group in state.get("pending", []) for row in of_group] + state.get("carried", [])
-        is_known = all(
-            row["prompt_row"] in by_row and by_row[row["prompt_row"]].token_ids == row["prompt_token_ids"]
-            for row in rows
-        )
+        prompts = {row["prompt_row"]: row for row in rows}
+        is_known = all(number in by_row and _is_of(row, by_row[number]) for number, row in prompts.items())
         return differ if is_known else [*differ, "prompts"]
 
     def _whole_groups(self, engine: Generator, step: int, what: str) -> list[Group]:
@@ -173,6 +179,21 @@ class Sampler:
             for sample in range(config.rollout.group_size)
         ]
         return to_groups(mine, engine.generate(requests, self._sampling, what))
+
+
+def _marked(rows: list[dict[str, Any]], prompt: Prompt) -> list[dict[str, Any]]:
+    """Rows of one prompt, with a digest of what a reward function is given of it."""
+    return [row | {"prompt_digest": _digest(prompt)} for row in rows]
+
+
+def _is_of(row: dict[str, Any], prompt: Prompt) -> bool:
+    """Whether the row is of this prompt, with these fields; an older checkpoint's does not say with which."""
+    has_tokens = row["prompt_token_ids"] == prompt.token_ids
+    return has_tokens and ("prompt_digest" not in row or row["prompt_digest"] == _digest(prompt))
+
+
+def _digest(prompt: Prompt) -> str:
+    return hashlib.sha256(repr((prompt.text, sorted(prompt.fields.items()))).encode()).hexdigest()
 
 
 def to_groups(slots: list[tuple[int, Prompt]], completions: list[Completion]) -> list[Group]:
