@@ -144,7 +144,7 @@ def make_plan(
     )
     num_seqs, num_batched = options.get("max_num_seqs", defaults[0]), options.get("max_num_batched_tokens", defaults[1])
     if not is_cpu:
-        weights += int(SAMPLER_STATE_BYTES[0] * num_seqs * shape.vocab_size) + SAMPLER_STATE_BYTES[1]
+        weights += sampler_state_bytes(num_seqs, shape.vocab_size)
     working = _engine_activations(shape, size, min(num_seqs, num_batched), num_batched, compute)
     awake = resident | kept | {"engine_weights": weights, "gradients": 0, "activations": working}
     margin = int(config.engine.sleep_margin_gib * GIB)
@@ -171,6 +171,12 @@ def make_plan(
         wake_bytes=sum((resident | at_wake).values()) + weights,
         host=_host(config, held, weights, offload),
     )
+
+
+def sampler_state_bytes(num_seqs: int, vocab_size: int) -> int:
+    """What vLLM's GPU runner keeps with its weights: 0.70 GiB for 1,024 sequences and 151,936 tokens on an H200."""
+    each, beside = SAMPLER_STATE_BYTES
+    return int(each * num_seqs * vocab_size) + beside
 
 
 def _held(config: Config, shape: ModelShape, num_ranks: int, *, is_training: bool) -> dict[str, int]:
