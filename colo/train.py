@@ -28,7 +28,7 @@ from colo.policy.model import Policy
 from colo.policy.shard import stand_ins
 from colo.ranks import Ranks, stop_ranks
 from colo.resume import save_options
-from colo.rl.batch import largest_micro_batch, make_batch
+from colo.rl.batch import batch_size, make_batch
 from colo.rl.sampler import Sampler
 from colo.start import or_refused, start
 from colo.stop import StopRequest
@@ -72,7 +72,7 @@ def train(arguments: list[str]) -> None:
             group_rank=ranks.group_rank,
             group_size=ranks.tensor_parallel_size,
         )
-        with engine.aside(largest_micro_batch(batch), lambda: {"gradients": policy.gradient_bytes}):
+        with engine.aside(*batch_size(batch), lambda: {"gradients": policy.gradient_bytes}):
             update = policy.update(batch)
         metrics = scores | rollout.metrics | update | engine.take_metrics()
         log.log(step, metrics | step_times(metrics, started))

@@ -23,14 +23,23 @@ WEIGHTS, KV = 4 * GIB, 10 * GIB
 
 
 def _peak(
-    *, used: int = 40, mapped: int = 0, activations: int = 20, num_tokens: int = 8000, capacity: int = 80
+    *,
+    used: int = 40,
+    mapped: int = 0,
+    activations: int = 20,
+    gradients: int = 0,
+    num_tokens: int = 8000,
+    num_micro_batches: int = 4,
+    capacity: int = 80,
 ) -> UpdatePeak:
     return UpdatePeak(
         used=used * GIB,
         capacity=capacity * GIB,
         mapped=mapped * GIB,
         activations=activations * GIB,
+        gradients=gradients * GIB,
         num_tokens=num_tokens,
+        num_micro_batches=num_micro_batches,
     )
 
 
@@ -67,6 +76,40 @@ def test_the_largest_update_counts_and_not_the_last() -> None:
     largest.add(_peak(used=60, activations=30))
     largest.add(_peak(used=40, activations=10))
     assert largest.left() == 20 * GIB
+
+
+def test_a_step_of_one_micro_batch_leaves_room_for_the_gradients_of_one_with_more() -> None:
+    one, more = LargestUpdate(0), LargestUpdate(0)
+    # Held 30, activations 20, gradients 10: with one micro-batch the peak is 50, and the ledger takes 10 of the 20 for
+    # gradients; with two they lie under the second's activations.
+    one.add(_peak(used=50, activations=10, gradients=10, num_micro_batches=1))
+    more.add(_peak(used=60, activations=20, gradients=10, num_micro_batches=2))
+    assert one.left() == more.left() == 20 * GIB
+    assert one.left(16000) == more.left(16000) == 0
+
+
+def test_a_small_micro_batch_says_nothing_about_a_large_one() -> None:
+    largest, ordinary = LargestUpdate(0), LargestUpdate(0)
+    for seen in (largest, ordinary):
+        seen.add(_peak(used=40, activations=20, num_tokens=32000))
+    for num_tokens in (0, 300, 4000):
+        largest.add(_peak(used=25, activations=5, num_tokens=num_tokens))
+    assert largest.left() == ordinary.left()
+    assert largest.left(64000) == ordinary.left(64000)
+
+
+def _untrained(ranks: Ranks) -> list[str]:
+    """Updates in which no rank trained, then ordinary ones, of which one leaves the second rank out."""
+    auto, taken = AutoDepth(ranks, GIB), []
+    for num_tokens in (0, 0, 0, 8000, 0 if ranks.rank else 8000):
+        auto.add(_peak(num_tokens=num_tokens, used=20 if num_tokens else 10), WEIGHTS, KV)
+        taken.append(auto.depth)
+    return taken
+
+
+def test_an_update_in_which_nothing_trained_is_none_of_the_first_two() -> None:
+    for taken in run_ranks(_untrained, world_size=2):
+        assert taken == ["2", "2", "2", "2", "none"]
 
 
 def _choices(ranks: Ranks) -> list[str]:

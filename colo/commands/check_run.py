@@ -18,7 +18,7 @@ from colo.engine.engine import Engine
 from colo.policy.model import Policy
 from colo.policy.shard import stand_ins
 from colo.ranks import GIVE_WAY_S, Ranks, stop_ranks
-from colo.rl.batch import make_batch
+from colo.rl.batch import batch_size, make_batch
 from colo.rl.sampler import GREEDY_SEED, Sampler
 from colo.start import Run, or_refused, start
 from colo.types import Prompt, Request, Sampling
@@ -83,9 +83,11 @@ def check(run: Run, num_steps: int, make_policy: Callable[[Config, Ranks], Polic
     """
     still, learning = _configs(run.config, num_steps)
     run, ranks = dataclasses.replace(run, config=still), run.ranks
-    engine = Engine(still, ranks, run.model_folder, stand_ins(run.model_folder, getattr(torch, still.policy.dtype)))
+    tensors = stand_ins(run.model_folder, getattr(torch, still.policy.dtype))
+    engine = Engine(still, ranks, run.model_folder, tensors, run.baseline)
     or_refused(engine.require_reloadable, ranks)
     policy = make_policy(still, ranks)
+    engine.account_for(policy.held_bytes)
     sampler = Sampler(still, ranks, run.prompts, run.rewards, run.tokenizer)
     sights: list[Sight] = []
     for step in range(still.num_steps):
@@ -154,7 +156,8 @@ def _step(run: Run, engine: Engine, policy: Policy, sampler: Sampler, step: int)
         group_size=ranks.tensor_parallel_size,
         num_updates=policy.num_updates,
     )
-    metrics = policy.update(batch)
+    with engine.aside(*batch_size(batch), lambda: {"gradients": policy.gradient_bytes}):
+        metrics = policy.update(batch)
     seen = (
         mine.hexdigest(),
         proven,

@@ -30,8 +30,12 @@ class UpdatePeak:
     """Of `used`: the engine's weights and KV cache, as far as they were mapped."""
     activations: int
     """Of `used`: what grows with the tokens of a micro-batch."""
+    gradients: int
+    """Of `used`: at the end of a backward pass."""
     num_tokens: int
-    """Of the largest micro-batch."""
+    """Of this rank's largest micro-batch; 0 where it had none."""
+    num_micro_batches: int
+    """Of this rank's largest minibatch."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,24 +63,37 @@ class LargestUpdate:
 
     def __init__(self, margin_bytes: int) -> None:
         self._margin = margin_bytes
-        self._fixed = 0
-        self._activations_per_token = 0.0
+        self._capacity: int | None = None
+        self._needed = 0
         self._num_tokens = 0
-        self._capacity = 0
-        self.num_updates = 0
+        """Of the largest micro-batch; what follows was seen with it."""
+        self._needed_with_it = 0
+        self._activations = 0
 
     def add(self, peak: UpdatePeak) -> None:
         """Take an update's peak into account."""
-        self.num_updates += 1
-        self._fixed = max(self._fixed, peak.used - peak.mapped - peak.activations)
-        self._activations_per_token = max(self._activations_per_token, peak.activations / max(1, peak.num_tokens))
-        self._num_tokens = max(self._num_tokens, peak.num_tokens)
+        # The first micro-batch of a step has no gradients under its peak, every later one has: a step of several, which
+        # may come yet, needs them on top. The ledger cannot tell at a peak, and counts them out of the activations.
+        unseen = peak.gradients if peak.num_micro_batches <= 1 else 0
+        needed = peak.used - peak.mapped + unseen
         self._capacity = peak.capacity
+        self._needed = max(self._needed, needed)
+        if peak.num_tokens > self._num_tokens:
+            self._num_tokens, self._needed_with_it = peak.num_tokens, needed
+            self._activations = peak.activations + unseen
 
-    def left(self, num_tokens: int = 0) -> int:
-        """Bytes beside the largest update, or beside one whose largest micro-batch has more tokens, and the margin."""
-        activations = self._activations_per_token * max(self._num_tokens, num_tokens)
-        return int(self._capacity - self._margin - self._fixed - activations)
+    def left(self, num_tokens: int = 0) -> int | None:
+        """Bytes beside the largest update, or beside one whose largest micro-batch has more tokens, and the margin.
+
+        Of the activations some part does not grow with the tokens; all of it is taken to. None before the first update.
+        """
+        if self._capacity is None:
+            return None
+        needed = self._needed
+        if num_tokens > self._num_tokens > 0:
+            more = self._activations * (num_tokens / self._num_tokens - 1)
+            needed = max(needed, int(self._needed_with_it + more))
+        return self._capacity - self._margin - needed
 
 
 class AutoDepth:
@@ -85,16 +102,20 @@ class AutoDepth:
     def __init__(self, ranks: Ranks, margin_bytes: int) -> None:
         self._ranks = ranks
         self._largest = LargestUpdate(margin_bytes)
+        self._num_updates = 0
         self.depth = SHALLOW_FIRST[-1]
 
     def add(self, peak: UpdatePeak, weights: int, kv_cache: int) -> None:
         """Choose anew, by an update that is over and what the engine holds when it is awake, in bytes. Collective."""
+        if not self._ranks.any(peak.num_tokens > 0, "choosing the depth of sleep"):
+            return  # no rank trained, so that not even the optimizer's state was made
         self._largest.add(peak)
-        if self._largest.num_updates < NUM_UPDATES_SEEN:
+        self._num_updates += 1
+        if self._num_updates < NUM_UPDATES_SEEN:
             return
         room = self._agreed(self._largest.left(), weights, kv_cache)
         depth = shallowest(room)
-        if depth != self.depth or self._largest.num_updates == NUM_UPDATES_SEEN:
+        if depth != self.depth or self._num_updates == NUM_UPDATES_SEEN:
             logger.info("%s", explained(depth, room))  # shown by rank 0 alone
         self.depth = depth
 
@@ -105,7 +126,8 @@ class AutoDepth:
         room = self._agreed(self._largest.left(num_tokens), weights, kv_cache)
         return max(self.depth, shallowest(room), key=SHALLOW_FIRST.index)
 
-    def _agreed(self, left: int, weights: int, kv_cache: int) -> Room:
+    def _agreed(self, left: int | None, weights: int, kv_cache: int) -> Room:
+        assert left is not None, "a depth must be chosen only after an update"
         rows = self._ranks.gather((left, weights, kv_cache), "choosing the depth of sleep")
         left, weights, kv_cache = min(row[0] for row in rows), max(row[1] for row in rows), max(row[2] for row in rows)
         return Room(left=left, weights=weights, kv_cache=kv_cache)

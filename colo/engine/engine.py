@@ -106,7 +106,9 @@ class Engine(Generation):
         self.ledger.note("asleep")
 
     @contextmanager
-    def aside(self, num_tokens: int, held_at_peak: Callable[[], Mapping[str, int]] = dict) -> Iterator[None]:
+    def aside(
+        self, num_tokens: int, num_micro_batches: int, held_at_peak: Callable[[], Mapping[str, int]] = dict
+    ) -> Iterator[None]:
         """Inside, the policy updates, in the memory that the engine's sleep leaves it. Collective.
 
         What it takes is in the ledger, and with engine.sleep=auto it decides how deep the engine sleeps: now, where
@@ -114,6 +116,7 @@ class Engine(Generation):
 
         Args:
             num_tokens: Of this rank's largest micro-batch, padding counted.
+            num_micro_batches: Of this rank's largest minibatch.
             held_at_peak: What the policy held at the most inside, asked at the end; of the parts of `account_for`.
 
         Raises:
@@ -132,7 +135,9 @@ class Engine(Generation):
                 capacity=capacity_bytes(self._ranks.device),
                 mapped=seen["engine_weights"] + seen["kv_cache"],
                 activations=seen["activations"],
+                gradients=seen["gradients"],
                 num_tokens=num_tokens,
+                num_micro_batches=num_micro_batches,
             )
             self._auto.add(peak, *self._awake_bytes())
 

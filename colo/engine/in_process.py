@@ -44,6 +44,7 @@ def map_before_freeing() -> None:
     """
     cumem: Any = importlib.import_module("vllm.device_allocator.cumem")
     allocator = cumem.CuMemAllocator.get_instance()
+    torch.cuda.empty_cache()  # each is mapped again before it is freed: the room that an update left cached is needed
 
     def free(pointer: int) -> Any:
         data = allocator.pointer_to_data[pointer]

@@ -231,12 +231,22 @@ class Movable:
             done = 0
             while done < flat.numel():
                 if not free.numel():
-                    free = torch.empty(min(CHUNK_BYTES, left), dtype=torch.uint8, pin_memory=is_pinned)
+                    free = self._host_chunk(min(CHUNK_BYTES, left), is_pinned=is_pinned)
                     left -= free.numel()
                 length = min(free.numel(), flat.numel() - done)
                 pieces[key].append((flat[done : done + length], free[:length]))
                 done, free = done + length, free[length:]
         return pieces
+
+    def _host_chunk(self, num_bytes: int, *, is_pinned: bool) -> Tensor:
+        try:
+            return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=is_pinned)
+        except RuntimeError as error:  # which does not say that it is the host's memory
+            kind = "pinned host" if is_pinned else "host"
+            raise RuntimeError(
+                f"policy.offload needs {self.num_bytes / GIB:.2f} GiB of {kind} memory for one group of tensors, and "
+                f"this host has too little: policy.offload=none, or optimizer instead of all"
+            ) from error
 
     @torch.no_grad()
     def _copy(self, pairs: list[tuple[Tensor, Tensor]]) -> None:

@@ -195,6 +195,7 @@ def _std(rewards: list[float]) -> float:
     return math.sqrt(math.fsum((reward - mean) ** 2 for reward in rewards) / (len(rewards) - 1))
 
 
-def largest_micro_batch(batch: Batch) -> int:
-    """Tokens of this rank's largest micro-batch, padding counted; 0 where it has none."""
-    return max((micro.token_ids_BT.numel() for micros in batch.minibatches for micro in micros), default=0)
+def batch_size(batch: Batch) -> tuple[int, int]:
+    """Tokens of this rank's largest micro-batch, padding counted, and micro-batches of its largest minibatch."""
+    num_tokens = max((micro.token_ids_BT.numel() for micros in batch.minibatches for micro in micros), default=0)
+    return num_tokens, max(len(micros) for micros in batch.minibatches)
