@@ -25,7 +25,8 @@ class KvPlan:
     least: int
     """For one sequence of full length and a block more, below which vLLM does not start."""
     room: int
-    """Beside everything else while the engine is awake; negative where that alone is too much."""
+    """Beside everything else while the engine is awake, and with engine.sleep=none also beside the update; negative
+    where that alone is too much."""
     given: int | None
     """By the recipe."""
     is_cpu: bool

@@ -62,6 +62,8 @@ class Plan:
     card_bytes: int
     margin_bytes: int
     """engine.sleep_margin_gib."""
+    depth: str
+    """At which the recipe lets the engine sleep, of DEPTHS: 1 holds as much as 2, and auto begins with 2."""
     kv: KvPlan
     generate: dict[str, int]
     """By part, with the KV cache."""
@@ -93,8 +95,13 @@ class Plan:
 
     @property
     def is_possible(self) -> bool:
-        """Whether both phases fit at some depth of sleep."""
-        return self.generates and self.fits(DEPTHS[0])
+        """Whether both phases fit at the recipe's depth of sleep."""
+        return self.generates and self.fits(self.depth)
+
+    @property
+    def peak_bytes(self) -> int:
+        """What a rank holds of its card at the most, at the recipe's depth of sleep."""
+        return max(self.generate_bytes, self.update_bytes(self.depth))
 
     @property
     def auto_depth(self) -> str:
@@ -148,6 +155,11 @@ def make_plan(
     working = _engine_activations(shape, size, min(num_seqs, num_batched), num_batched, compute)
     awake = resident | kept | {"engine_weights": weights, "gradients": 0, "activations": working}
     margin = int(config.engine.sleep_margin_gib * GIB)
+    gradients, activations = update_peak(config, shape, num_ranks) if is_training else (0, 0)
+    working_set = {"gradients": gradients, "activations": activations, "torch_cache": int(CACHE_SHARE * activations)}
+    update, depth = resident | held | working_set, recipe_depth(config)
+    # At depth none the cache stays mapped beside the update.
+    beside = max(sum(awake.values()), sum(update.values()) + weights if depth == "none" else 0)
     kv = plan_kv(
         config,
         shape,
@@ -157,20 +169,24 @@ def make_plan(
         num_eval_prompts=num_eval_prompts,
         is_training=is_training,
         is_cpu=is_cpu,
-        room=card_bytes - margin - sum(awake.values()),
+        room=card_bytes - margin - beside,
         share_bytes=int(options.get("gpu_memory_utilization", 0) * card_bytes) - weights - working,
     )
-    gradients, activations = update_peak(config, shape, num_ranks) if is_training else (0, 0)
-    working_set = {"gradients": gradients, "activations": activations, "torch_cache": int(CACHE_SHARE * activations)}
     return Plan(
         card_bytes=card_bytes,
         margin_bytes=margin,
+        depth=depth,
         kv=kv,
         generate=_in_order(awake | {"kv_cache": kv.bytes}),
-        update=_in_order(resident | held | working_set),
+        update=_in_order(update),
         wake_bytes=sum((resident | at_wake).values()) + weights,
         host=_host(config, held, weights, offload),
     )
+
+
+def recipe_depth(config: Config) -> str:
+    """The depth of DEPTHS that a recipe's engine.sleep is planned as."""
+    return config.engine.sleep if config.engine.sleep in DEPTHS else DEPTHS[0]
 
 
 def sampler_state_bytes(num_seqs: int, vocab_size: int) -> int:

@@ -8,12 +8,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from colo.config import WITHOUT_DRAFT_FOLDER
+
 VOCABULARY_MULTIPLE = 64
 """vLLM pads the vocabulary to one (vllm/model_executor/layers/vocab_parallel_embedding.py)."""
 FLOAT32 = 4
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 FED_NORMS = 2
 """Norms of a layer whose output is a linear layer's input, and so stored: before the attention, before the MLP."""
+
+
+class UnknownSizeError(ValueError):
+    """A config.json lacks a size that a plan is made of."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +59,7 @@ class ModelShape:
     num_layers: int
     num_kv_layers: int
     """With keys and values of every token; those with a sliding window are counted in full."""
+    num_heads: int
     num_kv_heads: int
     head_dim: int
     kv_latent: int
@@ -63,6 +70,11 @@ class ModelShape:
     """Of all layers."""
     stored_of_layer: Stored
     """Of the largest."""
+
+    def splits_into(self, tensor_parallel_size: int) -> bool:
+        """Whether vLLM deals its heads over so many ranks."""
+        size, kv_heads = tensor_parallel_size, self.num_kv_heads
+        return self.num_heads % size == 0 and (kv_heads % size == 0 or size % kv_heads == 0)
 
     def engine_parameters(self, tensor_parallel_size: int) -> int:
         """Of one rank's engine: matrices are cut, vectors are not, the vocabulary is padded."""
@@ -94,10 +106,10 @@ def model_shape(tensors: Iterable[tuple[str, tuple[int, ...]]], config: dict[str
 
     Args:
         tensors: Checkpoint names and whole shapes of what is trained; a tied head once.
-        config: The folder's config.json.
+        config: The folder's config.json; under the usual names where `colo.engine.planned_kv.read_sizes` read it.
 
     Raises:
-        ValueError: config.json lacks a size that is needed.
+        UnknownSizeError: it lacks a size that is needed.
     """
     text = config.get("text_config", config)
     hidden, num_heads = _size(text, "hidden_size", "n_embd"), _size(text, "num_attention_heads", "n_head")
@@ -129,6 +141,7 @@ def model_shape(tensors: Iterable[tuple[str, tuple[int, ...]]], config: dict[str
         hidden_size=hidden,
         num_layers=len(layers),
         num_kv_layers=_num_kv_layers(text, len(layers)),
+        num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
         kv_latent=latent + (text.get("qk_rope_head_dim") or 0) if latent else 0,
@@ -138,29 +151,58 @@ def model_shape(tensors: Iterable[tuple[str, tuple[int, ...]]], config: dict[str
     )
 
 
+def draft_shape(speculative: dict[str, Any]) -> DraftShape | None:
+    """The shape of the draft that `engine.speculative` names; None where no folder is a draft's (ngram, mtp, suffix).
+
+    Raises:
+        ValueError: its files are damaged, or (UnknownSizeError) its config.json lacks a size.
+    """
+    model = speculative.get("model")
+    if not model or speculative.get("method") in WITHOUT_DRAFT_FOLDER:
+        return None
+    try:
+        return read_draft(Path(model))
+    except (json.JSONDecodeError, UnicodeDecodeError, struct.error) as error:
+        raise ValueError(
+            f"engine.speculative.model must be a folder whose config.json and safetensors headers can be read, "
+            f"got {model!r}: {error}"
+        ) from error
+
+
 def read_draft(folder: Path) -> DraftShape:
     """A draft's shape, of its config.json and the headers of its safetensors files."""
     config = json.loads((folder / "config.json").read_text())
-    text = config.get("text_config", config)
-    hidden, num_heads = _size(text, "hidden_size"), _size(text, "num_attention_heads")
+    text, option = config.get("text_config", config), "engine.speculative.model"
+    hidden = _size(text, "hidden_size", option=option)
+    num_heads = _size(text, "num_attention_heads", option=option)
     head_dim = text.get("head_dim") or hidden // num_heads
     kv_heads = text.get("num_key_value_heads") or num_heads
-    num_bytes = 0
-    for path in folder.glob("*.safetensors"):
-        with path.open("rb") as file:
-            header = json.loads(file.read(struct.unpack("<Q", file.read(8))[0]))
-        header.pop("__metadata__", None)
-        num_bytes += sum(end - start for start, end in (tensor["data_offsets"] for tensor in header.values()))
-    kv_numbers = 2 * _size(text, "num_hidden_layers") * kv_heads * head_dim
+    offsets = (tensor["data_offsets"] for tensor in _headers(folder, "*.safetensors").values())
+    num_bytes = sum(end - start for start, end in offsets)
+    kv_numbers = 2 * _size(text, "num_hidden_layers", option=option) * kv_heads * head_dim
     return DraftShape(weight_bytes=num_bytes, kv_numbers=kv_numbers)
 
 
-def _size(text: dict[str, Any], *names: str) -> int:
+def stored_shapes(folder: Path, pattern: str) -> list[tuple[str, tuple[int, ...]]]:
+    """Names and whole shapes of the tensors in a folder's safetensors files."""
+    return [(name, tuple(tensor["shape"])) for name, tensor in _headers(folder, pattern).items()]
+
+
+def _headers(folder: Path, pattern: str) -> dict[str, dict[str, Any]]:
+    found: dict[str, dict[str, Any]] = {}
+    for path in sorted(folder.glob(pattern)):
+        with path.open("rb") as file:
+            found |= json.loads(file.read(struct.unpack("<Q", file.read(8))[0]))
+    found.pop("__metadata__", None)
+    return found
+
+
+def _size(text: dict[str, Any], *names: str, option: str = "model") -> int:
     for name in names:
         if type(text.get(name)) is int:
             return text[name]
-    raise ValueError(
-        f"model must say {names[0]} in its config.json for its memory to be planned "
+    raise UnknownSizeError(
+        f"{option} must say {names[0]} in its config.json for its memory to be planned "
         f"(engine.vllm.kv_cache_memory_bytes needs no plan), got {text.get('model_type')!r} without it"
     )
 

@@ -18,9 +18,9 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from colo.config import TINY, Config, check_config
 from colo.engine.memory_baseline import Baseline, BaselineWatch
 from colo.engine.peers import check_shared_memory
+from colo.engine.planned_kv import plannable_shape, read_sizes
 from colo.memory_advice import refuse_too_large
-from colo.memory_plan import make_plan
-from colo.model_shape import ModelShape, model_shape
+from colo.model_shape import ModelShape, model_shape, stored_shapes
 from colo.policy.shard import check_trainable, read_model_config, stand_ins
 from colo.policy.tiny import make_tiny_model
 from colo.ranks import Ranks, join_engine_group, start_ranks
@@ -133,9 +133,7 @@ def _checked(arguments: Sequence[str], ranks: Ranks, is_training: bool) -> Run:
     ranks.from_main(lambda: check_model(config, folder, is_training), "checking the model")
     if is_training:
         ranks.agreed(lambda: check_transport(config, folder, ranks), "checking the shared memory")
-        if ranks.device.type == "cuda":
-            card_bytes = torch.cuda.mem_get_info()[1]
-            ranks.from_main(lambda: check_card(config, folder, ranks.world_size, card_bytes), "planning the memory")
+    ranks.from_main(lambda: check_memory(config, folder, ranks, is_training), "planning the memory")
 
     def read() -> Run:
         tokenizer = read_tokenizer(folder)
@@ -229,27 +227,28 @@ def check_transport(config: Config, folder: Path, ranks: Ranks) -> None:
         check_shared_memory(shard_bytes(config, folder), config.reload.transport)
 
 
-def check_card(config: Config, folder: Path, num_ranks: int, card_bytes: int) -> None:
-    """Refuse a recipe whose update is far too large for each of `num_ranks` cards.
+def check_memory(config: Config, folder: Path, ranks: Ranks, is_training: bool) -> None:
+    """Refuse a model that the KV cache cannot be planned for, and on cards an update that is far too large.
 
     Raises:
-        ValueError: as `refuse_too_large`.
+        ValueError: as `plannable_shape` and `refuse_too_large`.
     """
-    shape = read_shape(config, folder)
-    refuse_too_large(
-        config, num_ranks, lambda other, number: make_plan(other, shape, num_ranks=number, card_bytes=card_bytes)
-    )
+    on_cpu = ranks.device.type == "cpu"
+    shape = plannable_shape(config, lambda: read_shape(config, folder, is_training=is_training), on_cpu=on_cpu)
+    if shape is not None and is_training and not on_cpu:
+        refuse_too_large(config, shape, ranks.world_size, torch.cuda.mem_get_info()[1])
 
 
-def read_shape(config: Config, folder: Path) -> ModelShape:
-    """The shape of a folder's model, of its config.json alone.
+def read_shape(config: Config, folder: Path, *, is_training: bool = True) -> ModelShape:
+    """The shape of a folder's model: of its config.json alone, or in an evaluation of its files' headers too.
 
     Raises:
-        ValueError: transformers does not know the model, or its config lacks a size.
+        ValueError: transformers does not know the model, or (UnknownSizeError) its config lacks a size.
     """
+    if not is_training:
+        return model_shape(stored_shapes(folder, "model*.safetensors"), read_sizes(folder))
     tensors = stand_ins(folder, getattr(torch, config.policy.dtype))
-    described = json.loads((folder / "config.json").read_text())
-    return model_shape(((name, tuple(tensor.shape)) for name, tensor in tensors), described)
+    return model_shape(((name, tuple(tensor.shape)) for name, tensor in tensors), read_sizes(folder))
 
 
 def shard_bytes(config: Config, folder: Path) -> int:

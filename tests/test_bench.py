@@ -66,6 +66,7 @@ def test_every_way_is_timed_and_a_replay_equals_load_weights(tmp_path: Path) -> 
     assert "equal: a replay leaves the engine bit for bit as load_weights does" in ran.stdout
 
 
+@pytest.mark.slow
 def test_every_depth_is_timed_part_by_part_and_changes_no_token(tmp_path: Path) -> None:
     file = tmp_path / "numbers.json"
     arguments = ("switch", "--shape", "tiny", "--cycles", "2", "--idle", "0,0.1", "--step-s", "2", "--json", str(file))

@@ -11,7 +11,8 @@ import pytest
 import torch
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-from colo.commands.check_run import FAILED, NOT_TESTABLE, OK, Row, Sight, _probes, check, failed_alike, judge, table
+from colo.commands.check_run import _probes, check, failed_alike
+from colo.commands.check_run_table import FAILED, NOT_TESTABLE, OK, Row, Sight, judge, table
 from colo.config import Config
 from colo.policy.model import Policy
 from colo.ranks import Ranks
@@ -222,6 +223,7 @@ def test_an_error_of_one_rank_is_that_ranks_and_not_a_line_of_the_table(tiny_mod
     assert "a card fell off" in str(failure.message)
 
 
+@pytest.mark.slow
 def test_the_command_ends_with_0_for_a_sound_recipe_and_with_2_for_a_wrong_option() -> None:
     command = [sys.executable, "-m", "colo.cli", "check", "run"]
     done = subprocess.run(

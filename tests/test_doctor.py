@@ -1,6 +1,7 @@
 """colo doctor: each check says what is wrong with the values it is given, and the command ends by what they say."""
 
 import dataclasses
+import importlib.metadata
 import json
 import re
 import shutil
@@ -21,8 +22,12 @@ from colo.commands import doctor_model as model
 from colo.commands.doctor import doctor_command, run_live
 from colo.commands.doctor_checks import GIB, Card, Cards, Finding, ok, wrong
 from colo.commands.doctor_live import DOING, FOUND, same_tokens
-from colo.commands.doctor_recipe import Subject, dealt, examine, host_needs, planned_peak, seeds
-from colo.memory_plan import make_plan
+from colo.commands.doctor_memory import host_needs, memory
+from colo.commands.doctor_recipe import Subject, dealt, examine, installed_packages, seeds
+from colo.commands.doctor_run_dir import disk, num_checkpoints, resumed
+from colo.kv_size import KvPlan
+from colo.memory_plan import CONTEXT_BYTES, LABELS, Plan, make_plan
+from colo.model_shape import UnknownSizeError
 from colo.policy.folder import model_files
 from colo.recipe import load_config
 from colo.start import read_shape
@@ -276,23 +281,87 @@ def test_a_control_groups_limit_counts_as_far_as_it_is_nearer(tmp_path: Path) ->
     assert host.available_bytes(proc, cgroups) == 10 << 20
 
 
+KV = KvPlan(
+    bytes_per_token=1,
+    needed=0,
+    least=0,
+    room=0,
+    given=0,
+    is_cpu=False,
+    num_running=1,
+    sequence_tokens=1,
+)
+
+
+def _planned(gib: int) -> Plan:
+    """A plan whose update takes so much."""
+    parts = dict.fromkeys(LABELS, 0)
+    update = parts | {"activations": gib * GIB}
+    return Plan(card_bytes=0, margin_bytes=0, depth="2", kv=KV, generate=parts, update=update, wake_bytes=0)
+
+
 def test_a_card_is_compared_with_the_plan_and_holders_are_named() -> None:
     card = Card(uuid="GPU-a", total=80 * GIB, used=30 * GIB)
     holders = [host.Holder(pid=7, name="python serve.py", used=30 * GIB)]
-    found = host.card_memory(0, card, 70 * GIB, holders)
+    found = host.card_memory(0, card, _planned(70), holders)
     assert found.line == (
         "wrong memory       card 0: 50.00 of 80.00 GiB free, held by python serve.py (pid 7) 30.00 GiB; "
         "the plan's peak is 70.00; end what holds it"
     )
-    assert host.card_memory(0, card, 52 * GIB, holders).level == "note"  # within what a plan may be wrong by
-    assert host.card_memory(0, card, 40 * GIB, holders).level == "note"  # it fits, and somebody is there
-    assert host.card_memory(0, card, 40 * GIB, holders, share=0.9).level == "wrong"
+    assert host.card_memory(0, card, _planned(52), holders).level == "note"  # within what a plan may be wrong by
+    assert host.card_memory(0, card, _planned(40), holders).level == "note"  # it fits, and somebody is there
+    assert host.card_memory(0, card, _planned(40), holders, share=0.9).level == "wrong"
     free = dataclasses.replace(card, used=0)
-    assert host.card_memory(0, free, 70 * GIB, []).level == "ok"
-    assert "colo plan" in host.card_memory(0, free, 100 * GIB, []).do
+    assert host.card_memory(0, free, _planned(70), []).level == "ok"
+    assert "colo plan" in host.card_memory(0, free, _planned(100), []).do
+    at_none = dataclasses.replace(_planned(40), depth="none", kv=dataclasses.replace(KV, given=30 * GIB))
+    assert [host.card_memory(0, one, at_none, holders).level for one in (free, card)] == ["ok", "wrong"]
 
 
-def test_shared_memory_and_disk_hold_what_the_run_puts_there(tmp_path: Path) -> None:
+def test_a_job_is_planned_in_what_others_leave_of_its_cards(tiny_models: dict[str, Path]) -> None:
+    arguments = ["--config-name", "debug", "rollout.num_prompts=4096", "rollout.group_size=64"]
+    config = load_config([*arguments, "rollout.max_new_tokens=4096", "engine.vllm.max_num_seqs=65536"])
+    shared = dataclasses.replace(H200.cards[0], used=60 * GIB)
+    assert host.usable_bytes(shared) == 80 * GIB + CONTEXT_BYTES
+    assert host.usable_bytes(H200.cards[0]) == 140 * GIB
+    config.engine.vllm["max_num_batched_tokens"] = 65536
+    del config.engine.vllm["kv_cache_memory_bytes"]
+    for sleep in ("2", "none"):
+        config = dataclasses.replace(config, engine=dataclasses.replace(config.engine, sleep=sleep))
+        cards = dataclasses.replace(H200, cards=(H200.cards[0], shared))
+        found = memory(config, tiny_models["qwen3"], 0, cards, 2)
+        assert [one.level for one in found[:2]] == ["ok", "note"], found
+        planned = float(found[1].said.rpartition("the plan's peak is ")[2])
+        assert 70 < planned < 81  # the KV cache takes what there is
+    full = dataclasses.replace(H200, cards=(dataclasses.replace(shared, used=140 * GIB),))
+    assert memory(config, tiny_models["qwen3"], 0, full, 1)[0].level == "wrong"
+
+
+def test_a_model_without_a_usual_size_is_a_note_where_the_recipe_gives_the_kv_cache(
+    tiny_models: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def lacking(*_: object, **__: object) -> None:
+        raise UnknownSizeError("model must say num_attention_heads")
+
+    monkeypatch.setattr("colo.commands.doctor_memory.read_shape", lacking)
+    config = load_config(["--config-name", "debug"])
+    given = config.engine.vllm.pop("kv_cache_memory_bytes")
+    assert memory(config, tiny_models["qwen3"], 0, H200, 2)[0].line.startswith("wrong memory       model must say num")
+    config.engine.vllm["kv_cache_memory_bytes"] = given
+    found = memory(config, tiny_models["qwen3"], 0, H200, 2)
+    assert [one.level for one in found] == ["note", "ok", "ok", found[-1].level]
+
+
+def test_a_leftover_without_a_name_is_told(tmp_path: Path) -> None:
+    (tmp_path / "gone-1.0.dist-info").mkdir()
+    (tmp_path / "there-2.0.dist-info").mkdir()
+    (tmp_path / "there-2.0.dist-info/METADATA").write_text("Metadata-Version: 2.1\nName: There\nVersion: 2.0\n")
+    installed, leftovers = installed_packages(importlib.metadata.distributions(path=[str(tmp_path)]))
+    assert installed == {"there": "2.0"}
+    assert [(one.level, str(tmp_path) in one.said) for one in leftovers] == [("note", True)]
+
+
+def test_shared_memory_holds_what_the_run_puts_there() -> None:
     def shm(free: int, transport: str, *, on_gpu: bool = False, num_ranks: int = 2) -> str:
         return host.shared_memory(free, 10 * GIB, transport, on_gpu=on_gpu, num_ranks=num_ranks).level
 
@@ -302,21 +371,67 @@ def test_shared_memory_and_disk_hold_what_the_run_puts_there(tmp_path: Path) -> 
         "ok",
         "note",
     ]
-    assert host.disk(tmp_path / "runs/a", 1 << 20, 3).level == "ok"
-    assert host.disk(tmp_path / "runs/a", 1 << 60, 3).level == "wrong"
+    assert num_checkpoints(keep=2, every=10, num_steps=30, save_rollouts=0) == 3
+    assert num_checkpoints(keep=2, every=0, num_steps=30, save_rollouts=0) == 1
+    assert num_checkpoints(keep=2, every=10, num_steps=30, save_rollouts=5) == 9
+
+
+def _checkpoint(run_dir: Path, step: int, size: int) -> Path:
+    """A folder that has so many bytes by its manifest; sparse, so that it takes none."""
+    folder = run_dir / "checkpoints" / f"step-{step}"
+    folder.mkdir(parents=True)
+    with (folder / "model.safetensors").open("wb") as file:
+        file.truncate(size)
+    files = {"model.safetensors": {"bytes": size, "sha256": "of nothing here"}}
+    (folder / "manifest.json").write_text(json.dumps({"files": files}))
+    return folder
+
+
+def test_the_disk_holds_the_checkpoints_beyond_those_that_are_there(tmp_path: Path) -> None:
+    def look(run_dir: Path, size: int, *overrides: str) -> Finding:
+        arguments = ["--config-name", "debug", f"run_dir={run_dir}", "num_steps=30", "checkpoint_every=10"]
+        return disk(load_config([*arguments, "keep_checkpoints=2", *overrides]), size)
+
+    assert [look(tmp_path / "runs/a", size).level for size in (1 << 20, 1 << 60)] == ["ok", "wrong"]
     (tmp_path / "file").write_text("")
-    assert host.disk(tmp_path / "file/a", 0, 0).level == "wrong"
-    assert host.num_checkpoints(keep=2, every=10, num_steps=30, save_rollouts=0) == 3
-    assert host.num_checkpoints(keep=2, every=0, num_steps=30, save_rollouts=0) == 1
-    assert host.num_checkpoints(keep=2, every=10, num_steps=30, save_rollouts=5) == 9
+    assert look(tmp_path / "file/a", 0).level == "wrong"
+    size = int(shutil.disk_usage(tmp_path).free / 2.5)  # three are too many, one more is not
+    assert look(tmp_path / "run", size).level == "wrong"
+    for step in (10, 20):
+        _checkpoint(tmp_path / "run", step, size)
+    assert look(tmp_path / "run", size).level == "ok"
+    rollout = tmp_path / "run/rollouts/step-20.jsonl"
+    rollout.parent.mkdir()
+    rollout.write_text("")
+    assert look(tmp_path / "run", size).level == "ok"  # room for two
+    assert look(tmp_path / "run", int(size * 1.5)).level == "wrong"
+    rollout.unlink()
+    assert look(tmp_path / "run", int(size * 1.4)).level == "ok"
+    (tmp_path / "run/checkpoints/step-10").rename(tmp_path / "run/checkpoints/.step-10.deleted-1")
+    assert look(tmp_path / "run", int(size * 1.4)).level == "ok"  # a leftover is deleted before
+
+
+def test_the_checkpoint_to_go_on_from_has_the_files_of_its_manifest(tmp_path: Path) -> None:
+    assert resumed(tmp_path, "auto").line == "ok    resume       auto: the run begins with step 0"
+    first, last = (_checkpoint(tmp_path, step, 100) for step in (2, 10))
+    assert [resumed(tmp_path, resume).level for resume in ("auto", str(first))] == ["ok", "ok"]
+    with (last / "model.safetensors").open("ab") as file:
+        file.truncate(99)
+    found = resumed(tmp_path, "auto")
+    assert (found.level, found.do) == ("wrong", f"resume={first}")
+    assert found.said.endswith("step-10: model.safetensors has 99 bytes, not 100")
+    (first / "manifest.json").write_text("{")
+    assert resumed(tmp_path, "auto").do == "take another checkpoint or run_dir"
+    assert "manifest.json is damaged" in resumed(tmp_path, str(first)).said
 
 
 def test_a_recipes_plan_is_summed_for_card_and_host(tiny_models: dict[str, Path]) -> None:
     config = load_config(["--config-name", "debug", "engine.sleep=1", "num_steps=1", "seed=3"])
     shape = read_shape(config, tiny_models["qwen3"])
     plan = make_plan(config, shape, num_ranks=2, card_bytes=80 * GIB)
-    assert planned_peak(plan, "1") == planned_peak(plan, "auto") == max(plan.generate_bytes, plan.update_bytes("2"))
-    assert planned_peak(plan, "none") == max(plan.generate_bytes, plan.update_bytes("none"))
+    assert plan.peak_bytes == max(plan.generate_bytes, plan.update_bytes("2"))
+    at_none = dataclasses.replace(plan, depth="none")
+    assert at_none.peak_bytes == max(plan.generate_bytes, plan.update_bytes("none"))
     assert sum(host_needs(plan, 2, on_gpu=True).values()) == 2 * sum(plan.host.values()) > 0
     assert host_needs(plan, 2, on_gpu=False)["kv_cache"] == 2 * plan.kv.bytes
     assert dealt(config, 2).startswith("2 ranks are 2 engines of 1; each samples 4 prompts x 8 a step")

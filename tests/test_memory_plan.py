@@ -11,11 +11,11 @@ import torch.distributed as dist
 import yaml
 from transformers import AutoModelForCausalLM
 
-from colo.commands.plan import plan_command
-from colo.config import TINY_FAMILIES, Config
-from colo.engine.planned_kv import DEFAULT_GPU_SHARE, NO_GPU_SHARE, kv_arguments
+from colo.commands.plan import plan_command, verdict
+from colo.config import TINY_FAMILIES, Config, check_config
+from colo.engine.planned_kv import DEFAULT_GPU_SHARE, NO_GPU_SHARE, is_planned, kv_arguments, read_sizes
 from colo.kv_size import MAX_CPU_KV_BYTES, MIN_CPU_KV_BYTES
-from colo.memory_advice import advice, told
+from colo.memory_advice import advice, refuse_too_large, told
 from colo.memory_plan import (
     CONTEXT_BYTES,
     ENGINE_BUFFER_BYTES,
@@ -26,11 +26,11 @@ from colo.memory_plan import (
     make_plan,
     sampler_state_bytes,
 )
-from colo.model_shape import DraftShape, ModelShape, model_shape, read_draft
+from colo.model_shape import DraftShape, ModelShape, UnknownSizeError, draft_shape, model_shape, read_draft
 from colo.policy.shard import build_on_meta, stand_ins
 from colo.policy.tiny import make_tiny_model
 from colo.ranks import Ranks
-from colo.start import check_card, read_shape
+from colo.start import check_memory, read_shape
 from colo.update_peak import micro_batches, update_peak
 
 LARGE = {
@@ -45,6 +45,13 @@ LARGE = {
     "head_dim": 128,
     "tie_word_embeddings": False,
     "max_position_embeddings": 40960,
+}
+SMALL = LARGE | {
+    "hidden_size": 1024,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 16,
+    "tie_word_embeddings": True,
 }
 BY_HAND = {"vocab_size": 100, "hidden_size": 8, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 4}
 TENSORS = [
@@ -200,21 +207,24 @@ def test_on_cpu_the_kv_cache_is_between_64_and_512_mib_unless_one_sequence_needs
     assert cpu(_config("rollout.max_new_tokens=8192"), shape) > MAX_CPU_KV_BYTES
 
 
+def _ranks(device: str) -> Ranks:
+    return Ranks(
+        rank=0,
+        world_size=1,
+        local_rank=0,
+        device=torch.device(device),
+        tensor_parallel_size=1,
+        notice_s=30.0,
+        store=dist.HashStore(),  # pyright: ignore[reportPrivateImportUsage]
+    )
+
+
 def test_the_engine_takes_the_planned_size_unless_the_recipe_gives_one(tmp_path: Path) -> None:
     make_tiny_model("qwen3", tmp_path)
     tensors = stand_ins(tmp_path, torch.float32)
 
     def taken(device: str, *overrides: str) -> dict[str, Any]:
-        ranks = Ranks(
-            rank=0,
-            world_size=1,
-            local_rank=0,
-            device=torch.device(device),
-            tensor_parallel_size=1,
-            notice_s=30.0,
-            store=dist.HashStore(),  # pyright: ignore[reportPrivateImportUsage]
-        )
-        return kv_arguments(_config(*overrides), ranks, tmp_path, tensors, beside_policy=True)
+        return kv_arguments(_config(*overrides), _ranks(device), tmp_path, tensors, beside_policy=True)
 
     assert taken("cpu") == {"kv_cache_memory_bytes": MIN_CPU_KV_BYTES}
     assert taken("cpu", "engine.vllm.gpu_memory_utilization=0.5") == {"kv_cache_memory_bytes": MIN_CPU_KV_BYTES}
@@ -293,6 +303,40 @@ def test_deeper_sleep_leaves_more_and_auto_takes_the_shallowest_that_fits(large:
     assert found == [(False, "2"), (True, "2"), (True, "kv"), (True, "none")]
 
 
+def test_at_depth_none_the_kv_cache_leaves_the_update_its_room_and_the_recipes_depth_is_judged(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(SMALL))
+    long = ["rollout.num_prompts=128", "rollout.group_size=16", "rollout.max_new_tokens=7680"]
+    long += ["batch.max_tokens=16384", "engine.sleep_margin_gib=0.5"]
+    shape = read_shape(_config(), tmp_path)
+    plans = {
+        depth: _plan(_config(*long, f"engine.sleep='{depth}'"), shape, card_gib=140)
+        for depth in ("auto", "1", "2", "kv", "none")
+    }
+    assert [plan.depth for plan in plans.values()] == ["2", "2", "2", "kv", "none"]
+    two, none = plans["2"], plans["none"]
+    assert two.is_possible
+    assert not two.fits("none")
+    assert two.kv.bytes == two.kv.room == plans["kv"].kv.bytes
+    assert none.kv.least < none.kv.bytes == none.kv.room < two.kv.bytes
+    assert none.update_bytes("none") + none.margin_bytes == none.card_bytes
+    assert none.is_possible
+    beside = int((sum(none.update.values()) + none.generate["engine_weights"]) / GIB)
+    tight = {depth: _plan(_config(*long, f"engine.sleep='{depth}'"), shape, card_gib=beside) for depth in plans}
+    found = {depth: plan.is_possible for depth, plan in tight.items()}
+    assert found == {"auto": True, "1": True, "2": True, "kv": False, "none": False}
+    assert tight["none"].kv.bytes == tight["none"].kv.least
+    verdicts = [verdict(tight[depth], []).splitlines()[0] for depth in ("kv", "none")]
+    assert verdicts == [f"does not fit: the update, at depth {depth} of sleep" for depth in ("kv", "none")]
+    assert _advised(_config(*long, "engine.sleep=kv"), shape, beside) == "engine.sleep=2"
+    assert _advised(_config(*long, "engine.sleep=none"), shape, beside) == "engine.sleep=2"
+    given = _config(*long, "engine.sleep=none", f"engine.vllm.kv_cache_memory_bytes={70 * GIB}")
+    needed = _plan(given, shape, card_gib=140).update_bytes("none")
+    assert _advised(given, shape, (needed - GIB) / GIB) == "engine.sleep=kv"
+    refuse_too_large(given, shape, 1, int(needed / 1.29))
+    with pytest.raises(ValueError, match=r"^engine.sleep must be kv \(an update .*, got 'none'$"):
+        refuse_too_large(given, shape, 1, int(needed / 1.31))
+
+
 @pytest.mark.parametrize("compute_dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("family", TINY_FAMILIES)
 def test_the_layers_store_what_the_shape_says(tmp_path: Path, family: str, compute_dtype: str) -> None:
@@ -356,6 +400,73 @@ def test_a_draft_adds_its_files_and_its_keys_and_values(tmp_path: Path) -> None:
     assert _plan(config, _shape(), draft=DraftShape()) == without
 
 
+def test_a_draft_is_the_folder_that_the_recipe_names_and_never_the_working_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_tiny_model("llama", tmp_path)
+    monkeypatch.chdir(tmp_path)
+    assert draft_shape({}) is None
+    assert draft_shape({"method": "mtp", "num_speculative_tokens": 1}) is None
+    assert draft_shape({"method": "ngram", "model": "."}) is None
+    assert draft_shape({"model": str(tmp_path), "num_speculative_tokens": 2}) == read_draft(tmp_path)
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(UnknownSizeError, match=r"^engine.speculative.model must say hidden_size in its config.json"):
+        draft_shape({"model": str(tmp_path)})
+    plan_command(["--config-name", "debug", f"run_dir={tmp_path}/run", "--card", "80", "--ranks", "2"])
+    assert capsys.readouterr().out.endswith("fits\n")
+    make_tiny_model("qwen3", tmp_path / "model")
+    tensors = stand_ins(tmp_path / "model", torch.float32)
+    taken = kv_arguments(_config(), _ranks("cpu"), tmp_path / "model", tensors, beside_policy=True)
+    assert taken == {"kv_cache_memory_bytes": MIN_CPU_KV_BYTES}
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(ValueError, match=r"^engine.speculative.model must be a folder whose config.json") as raised:
+        draft_shape({"model": str(tmp_path)})
+    assert type(raised.value) is ValueError
+
+
+def test_sizes_under_other_names_are_those_that_transformers_reads(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(
+        json.dumps({"model_type": "mpt", "d_model": 64, "n_heads": 4, "n_layers": 2, "vocab_size": 100})
+    )
+    shape = model_shape([("transformer.blocks.0.norm_1.weight", (64,))], read_sizes(tmp_path))
+    assert (shape.hidden_size, shape.num_heads, shape.num_kv_heads, shape.head_dim) == (64, 4, 4, 16)
+    attention = {"kv_n_heads": 2}
+    dbrx = {"model_type": "dbrx", "d_model": 64, "n_heads": 4, "n_layers": 2, "vocab_size": 100}
+    (tmp_path / "config.json").write_text(json.dumps(dbrx | {"attn_config": attention}))
+    shape = model_shape([], read_sizes(tmp_path))
+    assert (shape.hidden_size, shape.num_heads, shape.num_kv_heads) == (64, 4, 2)
+
+
+def test_a_run_is_refused_where_a_size_is_unknown_unless_the_recipe_gives_the_kv_cache(tmp_path: Path) -> None:
+    mamba = {"model_type": "mamba", "hidden_size": 64, "num_hidden_layers": 2, "vocab_size": 100}
+    (tmp_path / "config.json").write_text(json.dumps(mamba))
+    # As an evaluation: transformers' Mamba has no SDPA, so that it is not trained.
+    with pytest.raises(ValueError, match=r"^model must say num_attention_heads in its config.json") as raised:
+        check_memory(_config(), tmp_path, _ranks("cpu"), is_training=False)
+    assert type(raised.value) is ValueError  # which ends a run with exit status 2, not with a traceback
+    draft = _config(f"engine.speculative={{model: {tmp_path}, num_speculative_tokens: 2}}")
+    make_tiny_model("qwen3", tmp_path / "model")
+    with pytest.raises(ValueError, match=r"^engine.speculative.model must say num_attention_heads") as raised:
+        check_memory(draft, tmp_path / "model", _ranks("cpu"), is_training=True)
+    assert type(raised.value) is ValueError
+    for device, options, is_needed in (
+        ("cpu", "{kv_cache_memory_bytes: 99}", False),
+        ("cpu", "{gpu_memory_utilization: 0.5}", True),
+        ("cuda", "{gpu_memory_utilization: 0.5}", False),
+        ("cuda", "{num_gpu_blocks_override: 9}", False),
+        ("cuda", "{kv_cache_memory_bytes: null}", True),
+    ):
+        config = _config(f"engine.vllm={options}")
+        assert is_planned(config.engine.vllm, on_cpu=device == "cpu") is is_needed
+        if not is_needed:
+            check_memory(config, tmp_path, _ranks(device), is_training=False)
+
+
+def test_an_evaluations_shape_is_that_of_its_files(tmp_path: Path) -> None:
+    make_tiny_model("qwen3", tmp_path)
+    assert read_shape(_config(), tmp_path, is_training=False) == read_shape(_config(), tmp_path)
+
+
 def test_a_model_without_a_size_is_refused_by_name() -> None:
     with pytest.raises(ValueError, match=r"^model must say hidden_size in its config.json .* got 'odd' without it"):
         model_shape(TENSORS, {"model_type": "odd"})
@@ -365,7 +476,7 @@ def _advised(config: Config, shape: ModelShape, card_gib: float, num_ranks: int 
     def replan(other: Config, number: int) -> Plan:
         return _plan(other, shape, num_ranks=number, card_gib=card_gib)
 
-    settings = advice(config, num_ranks, replan)
+    settings = advice(config, shape, num_ranks, replan)
     return told(settings)
 
 
@@ -384,17 +495,35 @@ def test_what_would_make_it_fit_is_one_setting_or_two(large: Path) -> None:
     assert _advised(wide, shape, 1) == ("no setting is known that makes it fit: take a smaller model or a larger card")
 
 
+def test_what_is_advised_is_what_a_run_accepts() -> None:
+    shape = dataclasses.replace(_shape(), num_parameters=4 * GIB, whole_parameters=0)
+    for num_prompts, extra, num_ranks in ((3, 0, 3), (6, 0, 2), (6, 3, 3), (7, 0, 7), (8, 0, 2), (5, 0, 5)):
+        options = [f"rollout.num_prompts={num_prompts}", "policy.dtype=bfloat16", "policy.gradient_checkpointing=true"]
+        options += ["rollout.carry_over=true", f"rollout.carry_over_extra={extra}"] if extra else []
+
+        def replan(other: Config, number: int) -> Plan:
+            return _plan(other, shape, num_ranks=number, card_gib=40)
+
+        settings = advice(_config(*options), shape, 1, replan)
+        assert settings[0] == ("--ranks", num_ranks)
+        check_config(_config(*options, *(f"{option}={value}" for option, value in settings[1:])), num_ranks)
+    assert shape.splits_into(4)
+    assert not shape.splits_into(3)
+    assert not dataclasses.replace(shape, num_heads=6, num_kv_heads=3).splits_into(2)
+
+
 def test_a_run_is_refused_where_its_update_is_far_too_large_alone(large: Path) -> None:
     config = _config("policy.dtype=bfloat16", "rollout.num_prompts=64")
-    needed = _plan(config, read_shape(config, large)).update_bytes("2")
-    check_card(config, large, 1, int(needed / 1.29))
+    shape = read_shape(config, large)
+    needed = _plan(config, shape).update_bytes("2")
+    refuse_too_large(config, shape, 1, int(needed / 1.29))
     with pytest.raises(ValueError, match=r"^policy.gradient_checkpointing must be true \(an update .*, got False$"):
-        check_card(config, large, 1, int(needed / 1.31))
+        refuse_too_large(config, shape, 1, int(needed / 1.31))
     recomputed = _config("policy.gradient_checkpointing=true", "policy.dtype=bfloat16")
     with pytest.raises(
         ValueError, match=r"^--ranks must be 2 \(an update is planned to take .*, see colo plan\), got 1$"
     ):
-        check_card(recomputed, large, 1, 60 * GIB)
+        refuse_too_large(recomputed, shape, 1, 60 * GIB)
 
 
 def test_colo_plan_prints_both_phases_and_leaves_nothing_behind(

@@ -1,13 +1,12 @@
-"""What colo doctor finds on the host: memory of the cards and of the host, shared memory, what was left there, disk."""
+"""What colo doctor finds on the host: memory of the cards and of the host, shared memory, what was left there."""
 
-import os
 import re
-import shutil
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from colo.commands.doctor_checks import GIB, Card, Finding, note, ok, wrong
+from colo.memory_plan import CONTEXT_BYTES, Plan
 
 OWN_BYTES = 1 * GIB
 """Of a card, that the driver and displays hold on one that is free."""
@@ -30,15 +29,20 @@ class Holder:
     used: int
 
 
+def usable_bytes(card: Card) -> int:
+    """What a rank plans with: the card, less what others hold of it; its own context is part of the plan."""
+    return min(card.total, card.total - card.used + CONTEXT_BYTES)
+
+
 def card_memory(
-    number: int, card: Card, planned: int | None, holders: Sequence[Holder], share: float | None = None
+    number: int, card: Card, plan: Plan | None, holders: Sequence[Holder], share: float | None = None
 ) -> Finding:
     """One card's free memory against what will be asked of it.
 
     Args:
         number: As torch counts it.
         card: As it is now.
-        planned: The plan's peak of a rank, in bytes; None where there is no plan.
+        plan: A rank's, of the smallest card; None where there is none.
         holders: Who has memory on it, as far as they are seen.
         share: engine.vllm.gpu_memory_utilization, if given: vLLM refuses to start where less of the card is free.
     """
@@ -46,15 +50,17 @@ def card_memory(
     told = ", ".join(f"{one.name} (pid {one.pid}) {one.used / GIB:.2f} GiB" for one in holders)
     unseen = "nobody that is seen from here" if card.used > OWN_BYTES else "nobody"
     said = f"card {number}: {free / GIB:.2f} of {card.total / GIB:.2f} GiB free, held by {told or unseen}"
-    if planned is not None:
-        said += f"; the plan's peak is {planned / GIB:.2f}"
+    if plan is not None:
+        said += f"; the plan's peak is {plan.peak_bytes / GIB:.2f}"
     if share is not None and free < share * card.total:
         said += f"; vLLM will ask for gpu_memory_utilization {share:g}, {share * card.total / GIB:.2f} GiB"
         return wrong("memory", said, "end what holds it, or leave gpu_memory_utilization out")
-    if planned is None or planned <= free:
+    usable = usable_bytes(card)
+    if plan is None or replace(plan, card_bytes=usable).is_possible:
         return ok("memory", said) if card.used <= OWN_BYTES else note("memory", said, "end what should not run")
-    do = "end what holds it" if planned <= card.total - OWN_BYTES else "colo plan shows which settings fit"
-    return wrong("memory", said, do) if planned > PLAN_ERROR * free else note("memory", said, do)
+    by_others = replace(plan, card_bytes=card.total).is_possible
+    do = "end what holds it" if by_others else "colo plan shows which settings fit"
+    return wrong("memory", said, do) if plan.peak_bytes > PLAN_ERROR * usable else note("memory", said, do)
 
 
 def host_memory(needed: Mapping[str, int], available: int) -> Finding:
@@ -147,22 +153,3 @@ def _mapped(shm: Path, proc: Path) -> tuple[set[str], bool]:
             continue
         names |= {line.partition(f"{shm}/")[2].removesuffix(" (deleted)") for line in lines if f" {shm}/" in line}
     return names, sees_all
-
-
-def disk(run_dir: Path, checkpoint_bytes: int, num_kept: int) -> Finding:
-    """The disk under run_dir against the checkpoints that will lie there at a time, and whether it can be written."""
-    above = next(folder for folder in (run_dir, *run_dir.absolute().parents) if folder.exists())
-    if not above.is_dir():
-        return wrong("disk", f"{above} is a file", "name another run_dir")
-    if not os.access(above, os.W_OK | os.X_OK):
-        return wrong("disk", f"{above} cannot be written", "name another run_dir")
-    free, needed = shutil.disk_usage(above).free, checkpoint_bytes * num_kept
-    said = f"{free / GIB:.1f} GiB free under {run_dir}, {num_kept} checkpoints take {needed / GIB:.2f}"
-    return ok("disk", said) if needed <= free else wrong("disk", said, "free some, or lower keep_checkpoints")
-
-
-def num_checkpoints(keep: int, every: int, num_steps: int, save_rollouts: int) -> int:
-    """That lie in run_dir at most: those kept, one that is being written, and one for each saved rollout."""
-    made = 1 + (num_steps // every if every else 0)
-    saved = num_steps // save_rollouts if save_rollouts else 0
-    return min(keep + 1, made) + saved

@@ -4,11 +4,10 @@ import dataclasses
 import importlib.metadata
 import os
 import platform
-import shutil
 import socket
 import time
 import tomllib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TypeVar
 
@@ -20,29 +19,24 @@ from colo.checkpoint import find_checkpoint
 from colo.commands import doctor_checks as checks
 from colo.commands import doctor_environment as environment
 from colo.commands import doctor_host as host
+from colo.commands import doctor_memory as memory
 from colo.commands import doctor_model as model
-from colo.commands.doctor_cards import holders_of
+from colo.commands import doctor_run_dir as on_disk
 from colo.commands.doctor_checks import Cards, Finding, note, ok, wrong
 from colo.config import Config, check_config
-from colo.memory_plan import Plan, make_plan
-from colo.model_shape import read_draft
 from colo.policy.folder import model_files
-from colo.policy.shard import build_on_meta, check_trainable, read_model_config, stand_ins
+from colo.policy.shard import build_on_meta, check_trainable, read_model_config
 from colo.recipe import load_config
 from colo.resume import refuse_changed_options
 from colo.rl.generator import request_seed
 from colo.rl.prompts import load_prompts
 from colo.rl.rewards import RewardError, Rewards
-from colo.start import model_folder, read_shape, read_tokenizer
+from colo.start import model_folder, read_tokenizer
 from colo.types import Prompt
 
 T = TypeVar("T")
 SAMPLE = "It is 5."
 """The completion that reward functions are tried with."""
-ON_CARD_ALONE = ("cuda_graphs", "engine_buffers", "context", "communication")
-"""Parts of the plan that a rank on CPU has nothing of."""
-PROCESS_BYTES = 700 << 20
-"""Python, torch and vLLM in a rank on CPU, before it holds anything."""
 MOMENTS = 2
 """AdamW's, each as large as the weights."""
 
@@ -88,12 +82,19 @@ def examine(subject: Subject) -> bool:
         return False
     subject.tell(ok("model", f"{config.model}, {read_model_config(folder).model_type}, can be trained"))
     prompts = _text(subject, config, folder)
-    _memory(subject, config, folder, len(prompts[1]) if prompts else 0)
+    num_held_out = len(prompts[1]) if prompts and config.eval_every else 0
+    found = memory.memory(config, folder, num_held_out, subject.cards, subject.num_ranks)
+    found.append(on_disk.resumed(Path(config.run_dir), config.resume))
+    found.append(on_disk.disk(config, (1 + MOMENTS) * memory.weight_bytes(config, folder)))
+    for one in found:
+        subject.tell(one)
     return prompts is not None
 
 
 def _installation(subject: Subject) -> None:
-    installed = {str(canonical(one.metadata["Name"])): one.version for one in importlib.metadata.distributions()}
+    installed, leftovers = installed_packages(importlib.metadata.distributions())
+    for one in leftovers:
+        subject.tell(one)
     engine = next((name for name in checks.ENGINES if name in installed), "")
     pins, python = _own_pins()
     engine_pins = importlib.metadata.requires(engine) or [] if engine else []
@@ -109,6 +110,22 @@ def _installation(subject: Subject) -> None:
     found += environment.vllm_variables(os.environ, on_gpu=subject.on_gpu, kv_room_bytes=room)
     for one in (*found, *environment.ports(os.environ, socket.gethostname()), host.leftovers()):
         subject.tell(one)
+
+
+def installed_packages(
+    distributions: Iterable[importlib.metadata.Distribution],
+) -> tuple[dict[str, str], list[Finding]]:
+    """Version by name of package, and a note for each leftover: a .dist-info folder that names none."""
+    installed: dict[str, str] = {}
+    leftovers: list[Finding] = []
+    for one in distributions:
+        name = one.metadata["Name"] if "Name" in one.metadata else None  # noqa: SIM401 - its type has no get
+        if name:
+            installed.setdefault(str(canonical(name)), one.version)
+        else:
+            said = f"a .dist-info folder in {one.locate_file('')} names no package"
+            leftovers.append(note("packages", said, "remove the one without METADATA, which a pip that was ended left"))
+    return installed, leftovers
 
 
 def _own_pins() -> tuple[list[str], str]:
@@ -226,49 +243,3 @@ def _reward(config: Config, prompts: list[Prompt], held_out: list[Prompt]) -> Fi
         return note("reward", said, "raise scoring.timeout_s, or every completion has scoring.timeout_reward")
     told = ", ".join(f"{path} {value:g}" for path, value in score.by_function.items())
     return ok("reward", f"{told} for {SAMPLE!r} on prompt line {prompts[0].row + 1}, in {seconds:.2f} s")
-
-
-def _memory(subject: Subject, config: Config, folder: Path, num_held_out: int) -> None:
-    size = sum(tensor.nbytes for _, tensor in stand_ins(folder, getattr(torch, config.policy.dtype)))
-    plan = subject.attempt("memory", lambda: _plan(subject, config, folder, num_held_out))
-    for number, card in enumerate(subject.cards.cards[: subject.num_ranks]):
-        peak = planned_peak(plan, config.engine.sleep) if plan else None
-        share = config.engine.vllm.get("gpu_memory_utilization")
-        subject.tell(host.card_memory(number, card, peak, holders_of(card), share))
-    if plan:
-        needed = host_needs(plan, subject.num_ranks, on_gpu=subject.on_gpu)
-        subject.tell(host.host_memory(needed, host.available_bytes()))
-    free = shutil.disk_usage("/dev/shm").free
-    transport, num_ranks = config.reload.transport, subject.num_ranks
-    subject.tell(host.shared_memory(free, size, transport, on_gpu=subject.on_gpu, num_ranks=num_ranks))
-    kept = host.num_checkpoints(config.keep_checkpoints, config.checkpoint_every, config.num_steps, config.rollout.save)
-    subject.tell(host.disk(Path(config.run_dir), (1 + MOMENTS) * size, kept))
-
-
-def _plan(subject: Subject, config: Config, folder: Path, num_held_out: int) -> Plan:
-    draft = config.engine.speculative.get("model")
-    cards = subject.cards.cards[: subject.num_ranks]
-    return make_plan(
-        config,
-        read_shape(config, folder),
-        num_ranks=subject.num_ranks,
-        card_bytes=min((card.total for card in cards), default=host.available_bytes() // subject.num_ranks),
-        is_cpu=not subject.on_gpu,
-        num_eval_prompts=num_held_out,
-        draft=read_draft(Path(draft)) if draft and (Path(draft) / "config.json").is_file() else None,
-    )
-
-
-def planned_peak(plan: Plan, sleep: str) -> int:
-    """What a rank holds of its card at the most, in bytes, at a depth of sleep; `auto` starts at 2."""
-    return max(plan.generate_bytes, plan.update_bytes(sleep if sleep in ("none", "kv") else "2"))
-
-
-def host_needs(plan: Plan, num_ranks: int, *, on_gpu: bool) -> dict[str, int]:
-    """Bytes of the host's memory that all ranks take, by what for: on CPU it is their device too."""
-    if on_gpu:
-        return {what: num_ranks * size for what, size in plan.host.items()}
-    phases = (plan.generate, plan.update | {"engine_weights": plan.generate["engine_weights"]})
-    largest = max(phases, key=lambda parts: sum(parts.values()))
-    parts = {part: size for part, size in largest.items() if part not in ON_CARD_ALONE}
-    return {what: num_ranks * size for what, size in {"processes": PROCESS_BYTES, **parts}.items()}

@@ -53,7 +53,7 @@ def planned(config: Config, num_ranks: int, card_bytes: int) -> "tuple[Plan, lis
     from colo.engine.planned_kv import num_eval_prompts  # noqa: PLC0415 - torch takes seconds to import
     from colo.memory_advice import advice  # noqa: PLC0415 - as above
     from colo.memory_plan import make_plan  # noqa: PLC0415 - as above
-    from colo.model_shape import read_draft  # noqa: PLC0415 - as above
+    from colo.model_shape import draft_shape  # noqa: PLC0415 - as above
     from colo.policy.tiny import make_tiny_model  # noqa: PLC0415 - as above
     from colo.start import read_shape  # noqa: PLC0415 - as above
 
@@ -63,8 +63,7 @@ def planned(config: Config, num_ranks: int, card_bytes: int) -> "tuple[Plan, lis
             shape = read_shape(config, Path(folder))
     else:
         shape = read_shape(config, Path(config.model))
-    draft = Path(config.engine.speculative.get("model") or "")
-    draft_shape = read_draft(draft) if (draft / "config.json").is_file() else None
+    draft = draft_shape(config.engine.speculative)
     num_evaluated = num_eval_prompts(config, is_training=True)
 
     def replan(other: Config, number: int) -> "Plan":
@@ -74,11 +73,11 @@ def planned(config: Config, num_ranks: int, card_bytes: int) -> "tuple[Plan, lis
             num_ranks=number,
             card_bytes=card_bytes,
             num_eval_prompts=num_evaluated,
-            draft=draft_shape,
+            draft=draft,
         )
 
     plan = replan(config, num_ranks)
-    return plan, [] if plan.is_possible else advice(config, num_ranks, replan)
+    return plan, [] if plan.is_possible else advice(config, shape, num_ranks, replan)
 
 
 def table(plan: "Plan", config: Config, num_ranks: int) -> str:
@@ -132,7 +131,8 @@ def verdict(plan: "Plan", settings: "list[Setting]") -> str:
     if plan.is_possible:
         return "fits\n"
     phases = [] if plan.generates else ["the engine beside the policy"]
-    phases += [] if plan.fits("2") else ["the update, at any depth of sleep"]
+    if not plan.fits(plan.depth):
+        phases.append(f"the update, at {f'depth {plan.depth}' if plan.fits('2') else 'any depth'} of sleep")
     return f"does not fit: {' and '.join(phases)}\nwhat would make it fit: {told(settings)}\n"
 
 
@@ -149,6 +149,7 @@ def as_json(plan: "Plan", settings: "list[Setting]", num_ranks: int) -> dict[str
         "update": plan.update | {"total": sum(plan.update.values())},
         "wake_bytes": plan.wake_bytes,
         "depths": {depth: {"bytes": plan.update_bytes(depth), "fits": plan.fits(depth)} for depth in DEPTHS},
+        "depth": plan.depth,
         "auto_depth": plan.auto_depth,
         "kv": {
             "bytes": kv.bytes,
