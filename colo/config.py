@@ -24,7 +24,9 @@ from colo.installed import (
 
 ALGORITHMS = ("grpo", "dr_grpo", "rloo")
 SCHEDULES = ("on_policy", "one_off")
-SLEEP_DEPTHS = ("none", "kv", "1", "2", "auto")
+DEPTHS = ("none", "kv", "1", "2")
+"""How deep an engine can sleep."""
+SLEEP_DEPTHS = (*DEPTHS, "auto")
 TRANSPORTS = ("auto", "peer", "gather")
 PROOFS = ("every", "first", "off")
 DTYPES = ("float32", "bfloat16")

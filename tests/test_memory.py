@@ -178,7 +178,7 @@ def test_metrics_come_once_for_each_note() -> None:
     assert taken["memory_gib/reload/kv_cache"] == 8 * MIB / GIB
     with ledger.updating():
         pass
-    assert ledger.peak_bytes() == ledger.last("update")[TOTAL] > 0
+    assert ledger.last("update")[TOTAL] > 0
 
 
 def test_memory_that_runs_out_in_the_update_is_explained() -> None:

@@ -20,6 +20,17 @@ class Parser(argparse.ArgumentParser):
         raise ValueError(f"{self.prog.removeprefix('colo ')}: {message}")
 
 
+def whole_number(option: str, text: str) -> int:
+    """The number that `text` is.
+
+    Raises:
+        ValueError: it is none, or below 1; the message names the option.
+    """
+    if not text.isdecimal() or int(text) < 1:
+        raise ValueError(f"{option} must be a whole number of at least 1, got {text!r}")
+    return int(text)
+
+
 def run_named(kind: str, word: str, commands: Commands, arguments: list[str]) -> None:
     """Run the one of several that the first word names; list them where there is none.
 

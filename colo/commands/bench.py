@@ -9,13 +9,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from colo.commands.arguments import Commands, Parser, run_named
+from colo.commands.arguments import Commands, Parser, run_named, whole_number
 from colo.commands.launch import become_torchrun, check_ranks, count_gpus, torchrun
-from colo.config import DTYPES, SLEEP_DEPTHS, PolicyConfig
+from colo.config import DEPTHS, DTYPES, PolicyConfig
 
 SHAPES = ("qwen3-0.6b", "qwen3-8b", "qwen3-moe-64", "tiny", "tiny-moe")
 """Models with random weights; the tiny ones are of colo's own, for a machine without a GPU."""
-DEPTHS = tuple(depth for depth in SLEEP_DEPTHS if depth != "auto")
 RELOAD, SWITCH = "colo.commands.bench_reload", "colo.commands.bench_switch"
 
 
@@ -109,7 +108,7 @@ def read_reload_options(arguments: list[str]) -> ReloadOptions:
         ValueError: an option that is unknown or wrong.
     """
     given = reload_parser().parse_args(arguments)
-    return ReloadOptions(**_model_options(given), num_repeats=_count("--repeats", given.repeats))
+    return ReloadOptions(**_model_options(given), num_repeats=whole_number("--repeats", given.repeats))
 
 
 def read_switch_options(arguments: list[str]) -> SwitchOptions:
@@ -131,7 +130,7 @@ def read_switch_options(arguments: list[str]) -> SwitchOptions:
         **_model_options(given),
         depths=list(dict.fromkeys(depths)),
         idle_s=[_number("--idle", seconds, may_be_0=True) for seconds in given.idle.split(",")],
-        num_cycles=_count("--cycles", given.cycles),
+        num_cycles=whole_number("--cycles", given.cycles),
         kv_bytes=int(_number("--kv-gib", given.kv_gib) * 2**30) if given.kv_gib else None,
         step_s=_median_step_s(given.run) if given.run else step_s,
     )
@@ -203,7 +202,7 @@ def _model_options(given: argparse.Namespace) -> dict[str, Any]:
         "shape": given.shape,
         "policy_dtype": given.policy_dtype,
         "dtype": given.dtype,
-        "num_ranks": _count("--ranks", given.ranks) if given.ranks else None,
+        "num_ranks": whole_number("--ranks", given.ranks) if given.ranks else None,
         "json_file": Path(given.json) if given.json else None,
     }
 
@@ -211,12 +210,6 @@ def _model_options(given: argparse.Namespace) -> dict[str, Any]:
 def _one_of(option: str, value: str, choices: tuple[str, ...]) -> None:
     if value not in choices:
         raise ValueError(f"{option} must be one of {', '.join(choices)}, got {value!r}")
-
-
-def _count(option: str, text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise ValueError(f"{option} must be a whole number of at least 1, got {text!r}")
-    return int(text)
 
 
 def _number(option: str, text: str, *, may_be_0: bool = False) -> float:

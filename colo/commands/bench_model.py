@@ -1,8 +1,11 @@
 """What the benchmarks measure on: a model, its policy's random weights, and the machine."""
 
 import importlib.metadata
+import logging
 import sys
-from collections.abc import Callable, Sequence
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -16,7 +19,8 @@ from colo.policy.folder import shard_rows
 from colo.policy.names import checkpoint_pieces, stored_tensors
 from colo.policy.shard import build_on_meta, check_trainable
 from colo.policy.tiny import make_tiny_model
-from colo.ranks import Ranks
+from colo.ranks import Ranks, start_ranks
+from colo.start import or_refused, refuse_more_ranks_than_gpus
 from colo.types import TensorShard
 
 QWEN3: dict[str, Any] = {"max_position_embeddings": 4096, "eos_token_id": 1, "pad_token_id": 0, "head_dim": 128}
@@ -38,11 +42,31 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "decoder_sparse_step": 1, "norm_topk_prob": True,
     },
 }  # fmt: skip
+WAIT_S = 600.0
+"""For other ranks, in any collective."""
 TINY_SHAPES = {"tiny": "qwen3", "tiny-moe": "qwen3_moe"}
 Options = TypeVar("Options", bound=ModelOptions)
 
 
-def agreed_options(arguments: Sequence[str], ranks: Ranks, read: Callable[[list[str]], Options]) -> Options:
+@contextmanager
+def benchmark(arguments: Sequence[str], read: Callable[[list[str]], Options]) -> Iterator[tuple[Ranks, Options, Path]]:
+    """This process's ranks, the options that all agree on, and the model's folder. Collective; under torchrun.
+
+    The folder is gone afterwards; the process group is left to the caller.
+    """
+    if torch.cuda.is_available():
+        refuse_more_ranks_than_gpus(torch.cuda.device_count())
+    ranks = start_ranks(timeout_s=WAIT_S)
+    logging.basicConfig(level=logging.WARNING, format="[%(levelname)s] %(message)s", stream=sys.stderr)
+    options = or_refused(lambda: _agreed_options(arguments, ranks, read), ranks)
+    with tempfile.TemporaryDirectory(prefix="colo-bench-") if ranks.is_main else nullcontext("") as made:
+        folder = or_refused(
+            lambda: ranks.from_main(lambda: _prepare_model(options, Path(made)), "preparing the model"), ranks
+        )
+        yield ranks, options, folder
+
+
+def _agreed_options(arguments: Sequence[str], ranks: Ranks, read: Callable[[list[str]], Options]) -> Options:
     """What `read` makes of the arguments, on every rank. Collective.
 
     Raises:
@@ -54,7 +78,7 @@ def agreed_options(arguments: Sequence[str], ranks: Ranks, read: Callable[[list[
     return options
 
 
-def prepare_model(options: ModelOptions, folder: Path) -> Path:
+def _prepare_model(options: ModelOptions, folder: Path) -> Path:
     """Where the model is: the given folder if colo trains it, or `folder`, after the shape is written there."""
     if options.model:
         check_trainable(Path(options.model))

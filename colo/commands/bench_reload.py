@@ -1,30 +1,25 @@
 """The benchmark of the reload: under torchrun, one engine on each rank, and every way timed on the same tensors."""
 
 import json
-import logging
 import shlex
 import statistics
 import sys
-import tempfile
 from collections.abc import Sequence
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from colo.commands.bench import ReloadOptions, read_reload_options
-from colo.commands.bench_model import agreed_options, device_name, engine_for, prepare_model, random_shards, versions
+from colo.commands.bench_model import benchmark, device_name, engine_for, random_shards, versions
 from colo.commands.timed import Clock, Row
 from colo.engine.ways import ReloadWays
 from colo.policy.shard import stand_ins
-from colo.ranks import Ranks, start_ranks, stop_ranks
-from colo.start import or_refused, refuse_more_ranks_than_gpus
+from colo.ranks import Ranks, stop_ranks
 
 KV_BYTES = 256 << 20
 SLOW_REPEATS = 5
 """At most so many runs of the ways that take a call of vLLM's loader."""
-WAIT_S = 600.0
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -33,15 +28,7 @@ def main(arguments: Sequence[str]) -> None:
     Raises:
         RuntimeError: a replay leaves the engine other than vLLM's loader does: on every rank, after the table.
     """
-    if torch.cuda.is_available():
-        refuse_more_ranks_than_gpus(torch.cuda.device_count())
-    ranks = start_ranks(timeout_s=WAIT_S)
-    logging.basicConfig(level=logging.WARNING, format="[%(levelname)s] %(message)s", stream=sys.stderr)
-    options = or_refused(lambda: agreed_options(arguments, ranks, read_reload_options), ranks)
-    with tempfile.TemporaryDirectory(prefix="colo-bench-") if ranks.is_main else nullcontext("") as made:
-        folder = or_refused(
-            lambda: ranks.from_main(lambda: prepare_model(options, Path(made)), "preparing the model"), ranks
-        )
+    with benchmark(arguments, read_reload_options) as (ranks, options, folder):
         dtype = getattr(torch, options.policy_dtype)
         ways = ReloadWays(engine_for(options, folder, KV_BYTES), ranks, folder, stand_ins(folder, dtype))
         ways.bind(random_shards(folder, dtype, ranks))

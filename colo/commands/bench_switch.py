@@ -1,28 +1,24 @@
 """The benchmark of the switch: under torchrun, one engine on each rank, asleep and awake again at each depth."""
 
 import json
-import logging
 import shlex
 import sys
-import tempfile
 from collections.abc import Sequence
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from colo.commands.bench import SwitchOptions, read_switch_options
-from colo.commands.bench_model import agreed_options, device_name, engine_for, prepare_model, random_shards, versions
+from colo.commands.bench_model import benchmark, device_name, engine_for, random_shards, versions
 from colo.commands.switched import PARTS, SwitchBench
 from colo.engine.engine import Engine
 from colo.policy.shard import stand_ins
-from colo.ranks import Ranks, start_ranks, stop_ranks
-from colo.start import or_refused, refuse_more_ranks_than_gpus
+from colo.ranks import Ranks, stop_ranks
+from colo.start import or_refused
 
 GIB = 1 << 30
 KV_BYTES = {"cuda": 8 << 30, "cpu": 64 << 20}
-WAIT_S = 600.0
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -31,15 +27,7 @@ def main(arguments: Sequence[str]) -> None:
     Raises:
         RuntimeError: greedy tokens are others after the cycles of a depth than before: on every rank, after the table.
     """
-    if torch.cuda.is_available():
-        refuse_more_ranks_than_gpus(torch.cuda.device_count())
-    ranks = start_ranks(timeout_s=WAIT_S)
-    logging.basicConfig(level=logging.WARNING, format="[%(levelname)s] %(message)s", stream=sys.stderr)
-    options = or_refused(lambda: agreed_options(arguments, ranks, read_switch_options), ranks)
-    with tempfile.TemporaryDirectory(prefix="colo-bench-") if ranks.is_main else nullcontext("") as made:
-        folder = or_refused(
-            lambda: ranks.from_main(lambda: prepare_model(options, Path(made)), "preparing the model"), ranks
-        )
+    with benchmark(arguments, read_switch_options) as (ranks, options, folder):
         dtype = getattr(torch, options.policy_dtype)
         kv_bytes = options.kv_bytes or KV_BYTES[ranks.device.type]
         engine = Engine(engine_for(options, folder, kv_bytes), ranks, folder, stand_ins(folder, dtype))

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from colo.commands.arguments import Parser
+from colo.commands.arguments import Parser, whole_number
 from colo.commands.doctor_checks import Cards, Finding, note, wrong
 from colo.commands.launch import RANKS_WITHOUT_GPU, check_ranks, torchrun_command
 from colo.recipe import load_config
@@ -39,13 +39,12 @@ def doctor_command(arguments: list[str]) -> None:
     given, rest = parser.parse_known_args(arguments)
     if given.json and not Path(given.json).absolute().parent.is_dir():
         raise ValueError(f"--json must be a file in a folder that exists, got {given.json!r}")
-    if given.ranks and (not given.ranks.isdecimal() or int(given.ranks) < 1):
-        raise ValueError(f"--ranks must be a whole number of at least 1, got {given.ranks!r}")
+    asked = whole_number("--ranks", given.ranks) if given.ranks else None
     _check_words(rest)
     from colo.commands.doctor_cards import read_cards  # noqa: PLC0415 - it imports torch, after what is refused
 
     cards = read_cards()
-    num_ranks = int(given.ranks or len(cards.cards) or RANKS_WITHOUT_GPU)
+    num_ranks = asked or len(cards.cards) or RANKS_WITHOUT_GPU
     check_ranks(num_ranks, len(cards.cards))
     started, found = time.monotonic(), _examine(rest, num_ranks, cards, is_live=not given.no_live)
     num_wrong = sum(one.level == "wrong" for one in found)

@@ -3,8 +3,6 @@
 import shutil
 from pathlib import Path
 
-import torch
-
 from colo.commands import doctor_host as host
 from colo.commands.doctor_cards import holders_of
 from colo.commands.doctor_checks import Card, Cards, Finding, note, wrong
@@ -12,8 +10,7 @@ from colo.config import Config
 from colo.engine.planned_kv import plannable_shape
 from colo.memory_plan import Plan, make_plan
 from colo.model_shape import draft_shape
-from colo.policy.shard import stand_ins
-from colo.start import read_shape
+from colo.start import read_shape, shard_bytes
 
 ON_CARD_ALONE = ("cuda_graphs", "engine_buffers", "context", "communication")
 """Parts of the plan that a rank on CPU has nothing of."""
@@ -39,13 +36,8 @@ def memory(config: Config, folder: Path, num_held_out: int, cards: Cards, num_ra
     if plan:
         found.append(host.host_memory(host_needs(plan, num_ranks, on_gpu=on_gpu), host.available_bytes()))
     free, transport = shutil.disk_usage("/dev/shm").free, config.reload.transport
-    size = weight_bytes(config, folder)
+    size = shard_bytes(config, folder)
     return [*found, host.shared_memory(free, size, transport, on_gpu=on_gpu, num_ranks=num_ranks)]
-
-
-def weight_bytes(config: Config, folder: Path) -> int:
-    """Of the policy, whole, in policy.dtype."""
-    return sum(tensor.nbytes for _, tensor in stand_ins(folder, getattr(torch, config.policy.dtype)))
 
 
 def _plan(

@@ -31,7 +31,7 @@ from colo.resume import refuse_changed_options
 from colo.rl.generator import request_seed
 from colo.rl.prompts import load_prompts
 from colo.rl.rewards import RewardError, Rewards
-from colo.start import model_folder, read_tokenizer
+from colo.start import model_folder, read_tokenizer, shard_bytes
 from colo.types import Prompt
 
 T = TypeVar("T")
@@ -85,7 +85,7 @@ def examine(subject: Subject) -> bool:
     num_held_out = len(prompts[1]) if prompts and config.eval_every else 0
     found = memory.memory(config, folder, num_held_out, subject.cards, subject.num_ranks)
     found.append(on_disk.resumed(Path(config.run_dir), config.resume))
-    found.append(on_disk.disk(config, (1 + MOMENTS) * memory.weight_bytes(config, folder)))
+    found.append(on_disk.disk(config, (1 + MOMENTS) * shard_bytes(config, folder)))
     for one in found:
         subject.tell(one)
     return prompts is not None

@@ -1,11 +1,10 @@
 """What colo doctor finds in run_dir: the checkpoint that the run goes on from, and the disk that its own will take."""
 
-import json
 import os
 import shutil
 from pathlib import Path
 
-from colo.checkpoint import LEFTOVERS, MANIFEST, list_checkpoints
+from colo.checkpoint import LEFTOVERS, find_damage, list_checkpoints
 from colo.commands.doctor_checks import GIB, Finding, ok, wrong
 from colo.config import Config
 from colo.resume import rollout_path
@@ -17,30 +16,11 @@ def resumed(run_dir: Path, resume: str) -> Finding:
     folder = Path(resume) if resume not in ("auto", "never") else folders[-1] if folders else None
     if folder is None:
         return ok("resume", f"{resume}: the run begins with step 0")
-    damage = damage_by_size(folder)
+    damage = find_damage(folder, reads_files=False)
     if damage is None:
         return ok("resume", f"{folder} has the files of its manifest, in size")
-    whole = next((other for other in reversed(folders[:-1]) if damage_by_size(other) is None), None)
+    whole = next((other for other in reversed(folders[:-1]) if find_damage(other, reads_files=False) is None), None)
     return wrong("resume", f"{folder}: {damage}", f"resume={whole}" if whole else "take another checkpoint or run_dir")
-
-
-def damage_by_size(folder: Path) -> str | None:
-    """What a checkpoint lacks by its manifest, reading no other file; None where nothing."""
-    if not (folder / MANIFEST).is_file():
-        return f"{MANIFEST} is missing"
-    try:
-        expected = {
-            name: int(row["bytes"]) for name, row in json.loads((folder / MANIFEST).read_text())["files"].items()
-        }
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        return f"{MANIFEST} is damaged ({error})"
-    for name, size in expected.items():
-        path = folder / name
-        if not path.is_file():
-            return f"{name} is missing"
-        if path.stat().st_size != size:
-            return f"{name} has {path.stat().st_size} bytes, not {size}"
-    return None
 
 
 def disk(config: Config, checkpoint_bytes: int) -> Finding:

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from colo.commands.arguments import whole_number
 from colo.config import check_config
 from colo.recipe import load_config
 from colo.resume import refuse_changed_options, refuse_other_tiny_model
@@ -75,9 +76,9 @@ def torchrun_command(module: str, arguments: list[str], num_gpus: int) -> list[s
         ValueError: the recipe, an override, or the number of ranks is wrong.
     """
     options, rest = _split(arguments)
-    ranks = _whole_number("--ranks", options.pop("ranks", str(num_gpus or RANKS_WITHOUT_GPU)))
+    ranks = whole_number("--ranks", options.pop("ranks", str(num_gpus or RANKS_WITHOUT_GPU)))
     check_ranks(ranks, num_gpus)
-    num_nodes = _whole_number("--nnodes", options.get("nnodes", "1"))
+    num_nodes = whole_number("--nnodes", options.get("nnodes", "1"))
     check_config(load_config(rest), ranks * num_nodes, is_training=module == TRAIN)
     nodes = [f"--{name}={value}" for name, value in options.items()] or ["--standalone"]
     return torchrun(module, rest, ranks, nodes)
@@ -129,9 +130,3 @@ def _split(arguments: list[str]) -> tuple[dict[str, str], list[str]]:
         else:
             rest.append(word)
     return options, rest
-
-
-def _whole_number(flag: str, text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise ValueError(f"{flag} must be a whole number of at least 1, got {text!r}")
-    return int(text)

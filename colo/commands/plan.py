@@ -7,7 +7,7 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from colo.commands.arguments import Parser
+from colo.commands.arguments import Parser, whole_number
 from colo.commands.launch import check_ranks, count_gpus
 from colo.config import TINY, Config, check_config
 from colo.recipe import load_config
@@ -32,7 +32,7 @@ def plan_command(arguments: list[str]) -> None:
     given, rest = parser.parse_known_args(arguments)
     config = load_config(rest)
     num_gpus = count_gpus()
-    num_ranks = _number("--ranks", given.ranks) if given.ranks else num_gpus or 1
+    num_ranks = whole_number("--ranks", given.ranks) if given.ranks else num_gpus or 1
     if not given.card:
         check_ranks(num_ranks, num_gpus)
     check_config(config, num_ranks)
@@ -180,12 +180,6 @@ def _card_bytes(given: str | None, num_gpus: int) -> int:
     import torch  # noqa: PLC0415 - as above
 
     return min(torch.cuda.get_device_properties(number).total_memory for number in range(num_gpus))
-
-
-def _number(flag: str, text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise ValueError(f"{flag} must be a whole number of at least 1, got {text!r}")
-    return int(text)
 
 
 def _gib(number: int) -> str:

@@ -4,7 +4,7 @@ import argparse
 from dataclasses import dataclass
 from pathlib import Path
 
-from colo.commands.arguments import Parser
+from colo.commands.arguments import Parser, whole_number
 from colo.commands.launch import RANKS_WITHOUT_GPU, become_torchrun, check_ranks, count_gpus, torchrun
 from colo.resume import CONFIG, rollout_path
 
@@ -58,9 +58,8 @@ def read_replay_options(arguments: list[str]) -> ReplayOptions:
     if not given.step.isdecimal() or int(given.step) not in steps:
         those = ", ".join(map(str, steps)) or "none: rollout.save of the run says which are saved"
         raise ValueError(f"--step must be one with a rollout and its checkpoint ({those}), got {given.step!r}")
-    if given.ranks and (not given.ranks.isdecimal() or int(given.ranks) < 1):
-        raise ValueError(f"--ranks must be a whole number of at least 1, got {given.ranks!r}")
-    return ReplayOptions(run_dir=run_dir, step=int(given.step), num_ranks=int(given.ranks) if given.ranks else None)
+    num_ranks = whole_number("--ranks", given.ranks) if given.ranks else None
+    return ReplayOptions(run_dir=run_dir, step=int(given.step), num_ranks=num_ranks)
 
 
 def replayable_steps(run_dir: Path) -> list[int]:

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from colo.config import Config
+from colo.config import DEPTHS, Config
 from colo.engine import states
 from colo.engine.build import build_vllm
 from colo.engine.depth import AUTO, GIB, AutoDepth, UpdatePeak, capacity_bytes
@@ -18,8 +18,6 @@ from colo.engine.memory_table import TOTAL
 from colo.engine.states import Call
 from colo.ranks import Ranks
 from colo.types import NamedTensors
-
-DEPTHS = ("none", "kv", "1", "2")
 
 
 class Engine(Generation):

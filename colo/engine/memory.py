@@ -7,7 +7,7 @@ from colo.config import Config
 from colo.engine.build import VllmParts
 from colo.engine.memory_baseline import Baseline
 from colo.engine.memory_readings import CpuMemory, CudaMemory
-from colo.engine.memory_table import GIB, PHASES, POLICY_PARTS, TOTAL, advice, as_metrics, in_gib, table
+from colo.engine.memory_table import GIB, PHASES, POLICY_PARTS, advice, as_metrics, in_gib, table
 
 SAYS_OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "not enough memory", "alloc_failed")
 """In what CUDA, vLLM's allocator, NCCL, torch on CPU and cuBLAS raise, in lower case."""
@@ -104,10 +104,6 @@ class Ledger:
         """The last reading of a phase, in bytes: its parts and the total."""
         assert phase in self._last, f"nothing was noted yet for the phase {phase!r}"
         return dict(self._last[phase])
-
-    def peak_bytes(self) -> int:
-        """What was in use at the peak of the last update, by everybody."""
-        return self.last("update")[TOTAL]
 
     def _record(self, phase: str, reading: dict[str, int]) -> None:
         assert phase in PHASES, f"the ledger has no phase {phase!r}"
